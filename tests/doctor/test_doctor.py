@@ -62,14 +62,11 @@ def test_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, phases",
-    [
-        ("strided_full", ["rollouts", "features"]),
-        ("structured_cross_entropy", ["rollouts", "rewards and features"]),
-        ("sft", []),
-    ],
-)
+@pytest.mark.parametrize("name, phases", [
+    ("strided_full", ["rollouts", "features"]),
+    ("structured_cross_entropy", ["rollouts", "rewards and features"]),
+    ("sft", []),
+])  # fmt: skip
 def test_one_step_of_every_method(doctor, tmp_path, name, phases):
     path = write_inputs(name, tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -85,18 +82,15 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
     assert sorted(tmp_path.rglob("*")) == before, "the doctor leaves no files"
 
 
-@pytest.mark.parametrize(
-    "overrides, level, name, message",
-    [
-        ([], "ok", "memory", "14,848 of 171,584 weights are trained"),
-        (["sequence_len=100000"], "ok", "data", "rows"),  # only documents must fit into the model's positions
-        (["learning_rte=1"], "error", "config", "learning_rate"),
-        (["base_model=/no/model"], "error", "model", "'/no/model' does not exist"),
-        (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a complete checkpoint"),
-        (["wandb_project=mine"], "warning", "packages of this config", "pip install wandb"),
-        (["gradient_accumulation_steps=1000000"], "warning", "step size", "000,000 rows, but there are"),
-    ],
-)
+@pytest.mark.parametrize("overrides, level, name, message", [
+    ([], "ok", "memory", "14,848 of 171,584 weights are trained"),
+    (["sequence_len=100000"], "ok", "data", "rows"),  # only documents must fit into the model's positions
+    (["learning_rte=1"], "error", "config", "learning_rate"),
+    (["base_model=/no/model"], "error", "model", "'/no/model' does not exist"),
+    (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a complete checkpoint"),
+    (["wandb_project=mine"], "warning", "packages of this config", "pip install wandb"),
+    (["gradient_accumulation_steps=1000000"], "warning", "step size", "000,000 rows, but there are"),
+])  # fmt: skip
 def test_what_is_found_without_a_step_and_the_weights(doctor, tmp_path, monkeypatch, overrides, level, name, message):
     monkeypatch.setattr("ebft.tools.doctor.run.load_model", None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
@@ -207,16 +201,13 @@ def savings(needs, phase):
 BATCH = ["micro_batch", "tokens_per_pass", "n_samples"]
 
 
-@pytest.mark.parametrize(
-    "name, phase, listed, left_out",
-    [
-        ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
-        ("strided_full", "rollouts", [*BATCH, "sequence_len: 50"], ["optimizer:"]),
-        ("strided_full", "optimizer", ["torch_dtype", "lora"], ["micro", "checkpointing", "n_samples", "sequence"]),
-        ("structured_several_turns", "rollouts", ["max_completion_length: 5"], ["micro_batch", "checkpointing"]),
-        ("sft", "loss and backward", ["micro_batch", "checkpointing", "sequence_len: 50"], ["n_samples", "max_compl"]),
-    ],
-)
+@pytest.mark.parametrize("name, phase, listed, left_out", [
+    ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
+    ("strided_full", "rollouts", [*BATCH, "sequence_len: 50"], ["optimizer:"]),
+    ("strided_full", "optimizer", ["torch_dtype", "lora"], ["micro", "checkpointing", "n_samples", "sequence"]),
+    ("structured_several_turns", "rollouts", ["max_completion_length: 5"], ["micro_batch", "checkpointing"]),
+    ("sft", "loss and backward", ["micro_batch", "checkpointing", "sequence_len: 50"], ["n_samples", "max_compl"]),
+])  # fmt: skip
 def test_savings_lower_the_phase_of_the_peak(tmp_path, name, phase, listed, left_out):
     found = savings(needs_of(write_inputs(name, tmp_path)), phase)
     assert all(any(part in line for line in found) for part in listed), found

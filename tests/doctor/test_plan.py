@@ -75,17 +75,14 @@ def measured(config):
     return step.cost
 
 
-@pytest.mark.parametrize(
-    "name, shape",
-    [
-        ("SFT", "tiny"),
-        pytest.param("strided LoRA", "tiny", marks=pytest.mark.slow),
-        pytest.param("structured LoRA", "tiny", marks=pytest.mark.slow),
-        pytest.param("DPO LoRA", "tiny", marks=pytest.mark.slow),
-        pytest.param("strided", "medium", marks=pytest.mark.slow),
-        pytest.param("structured LoRA", "medium", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name, shape", [
+    ("SFT", "tiny"),
+    pytest.param("strided LoRA", "tiny", marks=pytest.mark.slow),
+    pytest.param("structured LoRA", "tiny", marks=pytest.mark.slow),
+    pytest.param("DPO LoRA", "tiny", marks=pytest.mark.slow),
+    pytest.param("strided", "medium", marks=pytest.mark.slow),
+    pytest.param("structured LoRA", "medium", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
     """Each phase runs the operations of the real step: within 15% of its peak, and within 6% of its FLOPs."""
     one_row = {"micro_batch_size": 1} if (name, shape) == ("strided", "medium") else {}  # which takes a minute
@@ -199,13 +196,9 @@ def test_the_memory_of_a_card(given, size):
     assert known.gpu_card(None, given)[1].memory == pytest.approx(size)
 
 
-@pytest.mark.parametrize(
-    "name, count",
-    [
-        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
-    ],
-)
+@pytest.mark.parametrize("name, count", [
+    ("meta-llama/Llama-3.2-1B", 1_235_814_400), ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+])  # fmt: skip
 def test_known_shapes_have_the_weights_of_the_published_models(name, count):
     """The numbers that the Hub shows for the files of these models."""
     values = dict(known.KNOWN[name])

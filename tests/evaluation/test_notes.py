@@ -84,17 +84,14 @@ def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
 TEXT = "A text of several words."
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "is_same"),
-    [
-        ({"text": TEXT, "id": "a" * 99}, {"text": TEXT, "file": "/some/where/file.txt", "n": 3}, True),
-        ({"prompt": "p", "completion": TEXT}, {"input": "p", "output": TEXT, "kind": "easy"}, True),
-        ({"prompt": TEXT, "completion": "yes"}, {"prompt": TEXT, "completion": "no"}, False),
-        ({"text": "yes"}, {"prompt": TEXT, "completion": "yes"}, False),  # a short line of another text
-        ({"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": TEXT}]},
-         {"input": "p", "output": TEXT}, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("one", "other", "is_same"), [
+    ({"text": TEXT, "id": "a" * 99}, {"text": TEXT, "file": "/some/where/file.txt", "n": 3}, True),
+    ({"prompt": "p", "completion": TEXT}, {"input": "p", "output": TEXT, "kind": "easy"}, True),
+    ({"prompt": TEXT, "completion": "yes"}, {"prompt": TEXT, "completion": "no"}, False),
+    ({"text": "yes"}, {"prompt": TEXT, "completion": "yes"}, False),  # a short line of another text
+    ({"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": TEXT}]},
+     {"input": "p", "output": TEXT}, True),
+])  # fmt: skip
 def test_rows_are_compared_by_their_texts(one, other, is_same):
     """In other columns and formats."""
     for first, second in ((one, other), (other, one)):

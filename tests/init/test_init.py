@@ -197,15 +197,12 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     assert structured.ebft.mode == "structured" and structured.trl.max_completion_length < 256
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["val_set_size=0"],
-        ["save_strategy=best", "eval_strategy=epoch", "metric_for_best_model=eval_ce_loss"],
-        ["test_datasets=[{path: rows.jsonl, type: completion}]"],
-        ["micro_batch_size=3", "gradient_accumulation_steps=5"],
-    ],
-)
+@pytest.mark.parametrize("given", [
+    ["val_set_size=0"],
+    ["save_strategy=best", "eval_strategy=epoch", "metric_for_best_model=eval_ce_loss"],
+    ["test_datasets=[{path: rows.jsonl, type: completion}]"],
+    ["micro_batch_size=3", "gradient_accumulation_steps=5"],
+])  # fmt: skip
 def test_what_is_given_replaces_what_would_be_proposed(ebft, here, data, tiny_llama_dir, given):
     done = ebft("init", data("input/output"), "--model", tiny_llama_dir, *given)
     assert done.exit_code == 0, done.output
@@ -238,16 +235,13 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, 
     assert "has no chat template, and ChatML has no format" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "texts"),
-    [
-        ("init", ["DATA is missing", "in a terminal only"]),
-        ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo does not train on these", "ebft, ebft-struct"]),
-        ("init pairs.jsonl --model MODEL --method grpo", ["trl.reward_funcs=[module.function]"]),
-        ("init pairs.jsonl --model MODEL --output kept.yaml", ["kept.yaml exists", "--overwrite"]),
-        ("train kept.yaml --data pairs.jsonl", ["kept.yaml and --model, --data or --method", "Remove one"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "texts"), [
+    ("init", ["DATA is missing", "in a terminal only"]),
+    ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo does not train on these", "ebft, ebft-struct"]),
+    ("init pairs.jsonl --model MODEL --method grpo", ["trl.reward_funcs=[module.function]"]),
+    ("init pairs.jsonl --model MODEL --output kept.yaml", ["kept.yaml exists", "--overwrite"]),
+    ("train kept.yaml --data pairs.jsonl", ["kept.yaml and --model, --data or --method", "Remove one"]),
+])  # fmt: skip
 def test_errors_say_what_to_give(refused, here, tiny_llama_dir, monkeypatch, words, texts):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_rows(here / "rows.jsonl", lambda number: {"a": "x", "b": "y", "c": number})

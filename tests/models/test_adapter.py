@@ -26,17 +26,14 @@ LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_
 ALL = {"lora_target_linear": True}
 
 
-@pytest.mark.parametrize(
-    ("keys", "layers"),
-    [
-        (ALL, LINEAR),
-        ({"lora_target_modules": ["q_proj", "v_proj"]}, ["q_proj", "v_proj"]),
-        ({"lora_target_modules": r".*\.layers\.1\.self_attn\.(q|o)_proj"}, ["o_proj", "q_proj"]),
-        ({"lora_target_linear_modules": [r"language_model\.model\.layers\.\d+\.self_attn\.q_proj"]}, ["q_proj"]),
-        ({"lora_target_linear_modules": ["o_proj"], "lora_target_modules": ["q_proj"]}, ["o_proj", "q_proj"]),
-        ({"lora_target_modules": r"model\.(?!layers|norm|embed|rotary).*|.*layers\.(?!0).*q_proj"}, ["q_proj"]),
-    ],
-)
+@pytest.mark.parametrize(("keys", "layers"), [
+    (ALL, LINEAR),
+    ({"lora_target_modules": ["q_proj", "v_proj"]}, ["q_proj", "v_proj"]),
+    ({"lora_target_modules": r".*\.layers\.1\.self_attn\.(q|o)_proj"}, ["o_proj", "q_proj"]),
+    ({"lora_target_linear_modules": [r"language_model\.model\.layers\.\d+\.self_attn\.q_proj"]}, ["q_proj"]),
+    ({"lora_target_linear_modules": ["o_proj"], "lora_target_modules": ["q_proj"]}, ["o_proj", "q_proj"]),
+    ({"lora_target_modules": r"model\.(?!layers|norm|embed|rotary).*|.*layers\.(?!0).*q_proj"}, ["q_proj"]),
+])  # fmt: skip
 def test_targets(make_config, keys, layers):
     assert adapted_layers(adapted(make_config(**LORA, **keys))) == sorted(layers)
 
@@ -94,17 +91,14 @@ def test_going_on_from_a_saved_adapter(make_config, tmp_path):
     assert all(bool((again.get_parameter(name) == 0.5).all()) for name in trained(again))
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({**ALL, "lora_modules_to_save": ["nope"]},
-         "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head"),
-        ({"lora_target_modules": ["k_prj", "q_prj"]}, "q_prj' matches no module. The linear layers are down"),
-        ({**ALL, "peft_layers_to_transform": [0, 2]},
-         "peft_layers_to_transform: 2 is not a layer of the model, which has 2"),
-        ({"lora_target_parameters": ["experts.down_proj"]}, "The model has no fused experts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "message"), [
+    ({**ALL, "lora_modules_to_save": ["nope"]},
+     "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head"),
+    ({"lora_target_modules": ["k_prj", "q_prj"]}, "q_prj' matches no module. The linear layers are down"),
+    ({**ALL, "peft_layers_to_transform": [0, 2]},
+     "peft_layers_to_transform: 2 is not a layer of the model, which has 2"),
+    ({"lora_target_parameters": ["experts.down_proj"]}, "The model has no fused experts"),
+])  # fmt: skip
 def test_targets_that_are_refused(make_config, keys, message):
     with pytest.raises(ModelError, match=message):
         adapted(make_config(**LORA, **keys))
@@ -188,17 +182,14 @@ FUSED = ["experts.down_proj", "experts.gate_up_proj"]
 SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.up_proj"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "expected"),
-    [
-        ("qwen3_moe", {**ALL, "lora_dropout": 0.1}, ATTENTION),
-        ("mixtral", {**ALL, "lora_target_modules": ["w1", "w2", "w3"]}, [*FUSED, *ATTENTION]),
-        ("phimoe", ALL, ATTENTION),  # its router is a linear layer; PEFT knows no experts
-        ("qwen2_moe", ALL, [*SHARED, *ATTENTION, "shared_expert_gate"]),
-        ("qwen3_moe", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}, FUSED),
-        ("qwen3_moe", {"lora_target_modules": r".*(q_proj|experts\.(gate|up)_proj)"}, [FUSED[1], "q_proj"]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "keys", "expected"), [
+    ("qwen3_moe", {**ALL, "lora_dropout": 0.1}, ATTENTION),
+    ("mixtral", {**ALL, "lora_target_modules": ["w1", "w2", "w3"]}, [*FUSED, *ATTENTION]),
+    ("phimoe", ALL, ATTENTION),  # its router is a linear layer; PEFT knows no experts
+    ("qwen2_moe", ALL, [*SHARED, *ATTENTION, "shared_expert_gate"]),
+    ("qwen3_moe", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}, FUSED),
+    ("qwen3_moe", {"lora_target_modules": r".*(q_proj|experts\.(gate|up)_proj)"}, [FUSED[1], "q_proj"]),
+])  # fmt: skip
 def test_what_is_adapted_in_a_mixture_of_experts(mixture, kind, keys, expected, recwarn):
     model = adapted(mixture(kind, **keys))
     assert not [warning for warning in recwarn if "_pattern keys" in str(warning.message)]
@@ -232,16 +223,13 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
         assert torch.equal(first(ids).logits, again(ids).logits)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "wanted", "message"),
-    [
-        ("mixtral", "parameters", ["experts.w1"],
-         "'experts.w1' matches no parameter outside of linear layers. The fused experts are experts.down_"),
-        ("qwen3_moe", "modules", ["layers.1.mlp.experts.down_proj"],
-         "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
-        ("glm4_moe", "modules", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "key", "wanted", "message"), [
+    ("mixtral", "parameters", ["experts.w1"],
+     "'experts.w1' matches no parameter outside of linear layers. The fused experts are experts.down_"),
+    ("qwen3_moe", "modules", ["layers.1.mlp.experts.down_proj"],
+     "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
+    ("glm4_moe", "modules", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
+])  # fmt: skip
 def test_names_that_do_not_select_experts(mixture, kind, key, wanted, message):
     with pytest.raises(ModelError, match=message):
         adapted(mixture(kind, **{f"lora_target_{key}": wanted}))

@@ -44,14 +44,10 @@ def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokeni
     assert type(saved) is type(model) and torch.equal(text_logits(saved), text_logits(whole))
 
 
-@pytest.mark.parametrize(
-    ("keys", "dtype"),
-    [
-        ({}, torch.float32),
-        ({"bf16": True}, torch.bfloat16),
-        ({"bf16": False, "torch_dtype": "bfloat16", "attn_implementation": "eager"}, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("keys", "dtype"), [
+    ({}, torch.float32), ({"bf16": True}, torch.bfloat16),
+    ({"bf16": False, "torch_dtype": "bfloat16", "attn_implementation": "eager"}, torch.bfloat16),
+])  # fmt: skip
 def test_weights_dtype_and_attention(make_config, tokenizer, monkeypatch, keys, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = make_config(**keys)
@@ -64,14 +60,11 @@ def test_weights_dtype_and_attention(make_config, tokenizer, monkeypatch, keys, 
 FLASH, HUB = {"flash_attention": True}, {"attn_implementation": "kernels-community/flash-attn2"}
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "has_cuda", "lacking"),
-    [
-        ("llama", FLASH, False, "flash_attention_2 cannot be used .no CUDA device is available"),
-        ("gemma2", FLASH, True, "flash_attention_2 cannot be used .its package is not installed"),
-        ("gpt_oss", HUB, True, "cannot be used .the package kernels is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("family", "keys", "has_cuda", "lacking"), [
+    ("llama", FLASH, False, "flash_attention_2 cannot be used .no CUDA device is available"),
+    ("gemma2", FLASH, True, "flash_attention_2 cannot be used .its package is not installed"),
+    ("gpt_oss", HUB, True, "cannot be used .the package kernels is not installed"),
+])  # fmt: skip
 def test_attention_that_cannot_be_used_warns_once(
     family, keys, has_cuda, lacking, make_config, tokenizer, make_base, monkeypatch
 ):
@@ -195,14 +188,11 @@ def test_new_tokens_and_the_size_of_embeddings(make_config, make_base):
     assert model.get_input_embeddings().num_embeddings == model.get_output_embeddings().out_features == 513
 
 
-@pytest.mark.parametrize(
-    ("keys", "frozen"),
-    [
-        ({"tokens": ["<new>"]}, "tokens: the adapter does not train embed_tokens and lm_head"),
-        ({"tokens": ["<new>"], "lora_target_modules": ["embed_tokens", "lm_head"], "lora_target_linear": False}, None),
-        ({"additional_special_tokens": ["<new>"]}, "special_tokens.additional_special_tokens: the adapter does not"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "frozen"), [
+    ({"tokens": ["<new>"]}, "tokens: the adapter does not train embed_tokens and lm_head"),
+    ({"tokens": ["<new>"], "lora_target_modules": ["embed_tokens", "lm_head"], "lora_target_linear": False}, None),
+    ({"additional_special_tokens": ["<new>"]}, "special_tokens.additional_special_tokens: the adapter does not"),
+])  # fmt: skip
 def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     special = {"pad_token": "<|end|>", "additional_special_tokens": keys.get("additional_special_tokens")}
     keys = {key: value for key, value in keys.items() if key != "additional_special_tokens"}

@@ -146,13 +146,10 @@ def test_the_template_of_the_tokenizer_is_replaced_unless_it_has_the_same_format
         assert tokenizer.chat_template == named_template(name)
 
 
-@pytest.mark.parametrize(
-    ("choice", "markers"),
-    [
-        ("llama3", "llama3 writes <|start_header_id|>, <|end_header_id|>, <|eot_id|>, which the vocabulary lacks"),
-        ("<|a|>{{ messages[0].content }}", "'<|a|>{{ messages[0].content }}' writes <|a|>, which the vocabulary lacks"),
-    ],
-)
+@pytest.mark.parametrize(("choice", "markers"), [
+    ("llama3", "llama3 writes <|start_header_id|>, <|end_header_id|>, <|eot_id|>, which the vocabulary lacks"),
+    ("<|a|>{{ messages[0].content }}", "'<|a|>{{ messages[0].content }}' writes <|a|>, which the vocabulary lacks"),
+])  # fmt: skip
 def test_markers_that_the_tokenizer_splits_give_one_warning(tokenizer, choice, markers):
     tokenizer.chat_template = None
     with warnings.catch_warnings(record=True) as caught:

@@ -15,14 +15,11 @@ def adapter(folder, **settings):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("task", "model", "fits"),
-    [
-        (None, AutoModelForCausalLM, True),
-        ("CAUSAL_LM", AutoModelForSequenceClassification, False),
-        ("SEQ_CLS", AutoModelForCausalLM, False),
-    ],
-)
+@pytest.mark.parametrize(("task", "model", "fits"), [
+    (None, AutoModelForCausalLM, True),
+    ("CAUSAL_LM", AutoModelForSequenceClassification, False),
+    ("SEQ_CLS", AutoModelForCausalLM, False),
+])  # fmt: skip
 def test_the_task_of_an_adapter(task, model, fits, tiny_llama_dir, tmp_path):
     """Those of another task would be attached, with an output layer that is not the trained one."""
     message = "has no adapter_model.safetensors" if fits else "has another output layer"

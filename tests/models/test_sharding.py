@@ -75,13 +75,10 @@ def test_several_adapters(tiny_llama_dir, tmp_path):
     assert len(weights) == 8 and all(torch.equal(loaded.get_parameter(name), w) for name, w in weights.items())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weights: weights.pop("model.norm.weight"), "no weights for model.norm.weight .1 weights are missing"),
-        (lambda weights: weights.update(more=torch.ones(2)), "has the weight more, which the model has not"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda weights: weights.pop("model.norm.weight"), "no weights for model.norm.weight .1 weights are missing"),
+    (lambda weights: weights.update(more=torch.ones(2)), "has the weight more, which the model has not"),
+])  # fmt: skip
 def test_weights_that_do_not_fit(tiny_llama_dir, tmp_path, change, message):
     weights = load_file(tiny_llama_dir / "model.safetensors")
     change(weights)
