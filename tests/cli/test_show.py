@@ -53,12 +53,9 @@ def test_data_does_not_control_the_terminal(ebft, tmp_path):
     assert f"rewards/{HOSTILE}" in json.loads(ebft("show", folder, "--json").stdout)[0]["terms"]
 
 
-@pytest.mark.parametrize(("arguments", "completions"), [
-    (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),
-])  # fmt: skip
-def test_the_choice_as_json(ebft, run, arguments, completions):
-    found = json.loads(ebft("show", run, *arguments, "--count", "2", "--json").stdout)
-    assert [sample["completion"] for sample in found] == completions
+def test_the_choice_as_json(ebft, run):
+    found = json.loads(ebft("show", run, "--sort", "diversity", "--step", "3", "--count", "2", "--json").stdout)
+    assert [sample["completion"] for sample in found] == ["completion 0 of step 3", "completion 1 of step 3"]
     assert found[0]["prompt"] == "def add(a, b):\n" and found[0]["terms"]["length"] == 8
 
 

@@ -12,7 +12,6 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.run.config.schema import load_config
 from ebft.tools.doctor.memory import advice, memory_checks, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
-from ebft.tools.doctor.run import PhaseMemory, _peak_check
 from tests.cli.conftest import ebft, plain
 from tests.golden.runs import write_inputs
 
@@ -85,9 +84,7 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
 @pytest.mark.parametrize("overrides, level, name, message", [
     ([], "ok", "memory", "14,848 of 171,584 weights are trained"),
     (["sequence_len=100000"], "ok", "data", "rows"),  # only documents must fit into the model's positions
-    (["learning_rte=1"], "error", "config", "learning_rate"),
     (["base_model=/no/model"], "error", "model", "'/no/model' does not exist"),
-    (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a complete checkpoint"),
     (["wandb_project=mine"], "warning", "packages of this config", "pip install wandb"),
     (["gradient_accumulation_steps=1000000"], "warning", "step size", "000,000 rows, but there are"),
 ])  # fmt: skip
@@ -204,7 +201,6 @@ BATCH = ["micro_batch", "tokens_per_pass", "n_samples"]
 @pytest.mark.parametrize("name, phase, listed, left_out", [
     ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
     ("strided_full", "rollouts", [*BATCH, "sequence_len: 50"], ["optimizer:"]),
-    ("strided_full", "optimizer", ["torch_dtype", "lora"], ["micro", "checkpointing", "n_samples", "sequence"]),
     ("structured_several_turns", "rollouts", ["max_completion_length: 5"], ["micro_batch", "checkpointing"]),
     ("sft", "loss and backward", ["micro_batch", "checkpointing", "sequence_len: 50"], ["n_samples", "max_compl"]),
 ])  # fmt: skip
@@ -229,11 +225,3 @@ def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor
     assert longest_rows(without, data, lengths).longest == prompt + 10
     _, found = doctor(path, "--no-step")
     assert re.search(r"the longest has (\d+) tokens \(prompt \d+, completion up to \d+\)", found["ok", "data"])
-
-
-def test_later_steps_have_the_optimizer_state_from_their_start():
-    memory = PhaseMemory()
-    memory.peaks = {"model": 90, "rollouts": 60, "loss and backward": 70, "optimizer": 100}
-    first, later = _peak_check(memory, 20, None), _peak_check(memory, 40 * 2**20, None)
-    assert "in optimizer" in first.message
-    assert "in loss and backward" in later.message and "40 MiB of optimizer state" in later.message

@@ -199,7 +199,6 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
 
 @pytest.mark.parametrize("given", [
     ["val_set_size=0"],
-    ["save_strategy=best", "eval_strategy=epoch", "metric_for_best_model=eval_ce_loss"],
     ["test_datasets=[{path: rows.jsonl, type: completion}]"],
     ["micro_batch_size=3", "gradient_accumulation_steps=5"],
 ])  # fmt: skip
@@ -238,7 +237,6 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, 
 @pytest.mark.parametrize(("words", "texts"), [
     ("init", ["DATA is missing", "in a terminal only"]),
     ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo does not train on these", "ebft, ebft-struct"]),
-    ("init pairs.jsonl --model MODEL --method grpo", ["trl.reward_funcs=[module.function]"]),
     ("init pairs.jsonl --model MODEL --output kept.yaml", ["kept.yaml exists", "--overwrite"]),
     ("train kept.yaml --data pairs.jsonl", ["kept.yaml and --model, --data or --method", "Remove one"]),
 ])  # fmt: skip

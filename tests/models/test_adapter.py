@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ebft.errors import ModelError, told
+from ebft.errors import ModelError
 from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import _adapter
@@ -77,9 +77,6 @@ def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config, key
 
 def test_going_on_from_a_saved_adapter(make_config, tmp_path):
     keys = {"adapter": "lora", "special_tokens": PAD, "lora_model_dir": str(tmp_path)}
-    with pytest.raises(ValueError, match="Can't find 'adapter_config.json'") as caught:
-        adapted(make_config(**keys))
-    assert "continuing the adapter lora_model_dir" in told(caught.value)
     first = adapted(make_config(**LORA, lora_target_modules=["q_proj"]))
     with torch.no_grad():
         for name, weight in first.named_parameters():
@@ -92,12 +89,9 @@ def test_going_on_from_a_saved_adapter(make_config, tmp_path):
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({**ALL, "lora_modules_to_save": ["nope"]},
-     "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head"),
     ({"lora_target_modules": ["k_prj", "q_prj"]}, "q_prj' matches no module. The linear layers are down"),
     ({**ALL, "peft_layers_to_transform": [0, 2]},
      "peft_layers_to_transform: 2 is not a layer of the model, which has 2"),
-    ({"lora_target_parameters": ["experts.down_proj"]}, "The model has no fused experts"),
 ])  # fmt: skip
 def test_targets_that_are_refused(make_config, keys, message):
     with pytest.raises(ModelError, match=message):
@@ -224,8 +218,6 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "key", "wanted", "message"), [
-    ("mixtral", "parameters", ["experts.w1"],
-     "'experts.w1' matches no parameter outside of linear layers. The fused experts are experts.down_"),
     ("qwen3_moe", "modules", ["layers.1.mlp.experts.down_proj"],
      "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
     ("glm4_moe", "modules", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),

@@ -57,13 +57,12 @@ def test_weights_dtype_and_attention(make_config, tokenizer, monkeypatch, keys, 
     assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-FLASH, HUB = {"flash_attention": True}, {"attn_implementation": "kernels-community/flash-attn2"}
+FLASH = {"flash_attention": True}
 
 
 @pytest.mark.parametrize(("family", "keys", "has_cuda", "lacking"), [
     ("llama", FLASH, False, "flash_attention_2 cannot be used .no CUDA device is available"),
     ("gemma2", FLASH, True, "flash_attention_2 cannot be used .its package is not installed"),
-    ("gpt_oss", HUB, True, "cannot be used .the package kernels is not installed"),
 ])  # fmt: skip
 def test_attention_that_cannot_be_used_warns_once(
     family, keys, has_cuda, lacking, make_config, tokenizer, make_base, monkeypatch

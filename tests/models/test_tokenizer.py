@@ -7,8 +7,6 @@ from transformers import AutoTokenizer
 
 from ebft.models.tokenizer import load_tokenizer, named_template
 
-CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-
 
 def test_eos_pads_with_one_warning(make_config):
     with pytest.warns(UserWarning, match="special_tokens.pad_token") as caught:
@@ -45,10 +43,6 @@ def test_reserved_tokens_get_other_texts(make_config, reserving, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "again").decode([512, 513, 514]) == "<|think|><|reserved_1|><note>"
 
 
-def template_of(make_config, choice):
-    return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}, chat_template=choice))
-
-
 def test_names_of_models_keep_the_template_of_the_tokenizer(make_config, tiny_tokenizer_dir, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.chat_template = "{{ messages | length }} messages"
@@ -58,12 +52,6 @@ def test_names_of_models_keep_the_template_of_the_tokenizer(make_config, tiny_to
         found = load_tokenizer(make_config(**keys, chat_template="pixtral"))
     again = load_tokenizer(make_config(**keys, chat_template="tokenizer_default_fallback_phi_4"))
     assert found.chat_template == again.chat_template == tokenizer.chat_template
-    fallback = template_of(make_config, "tokenizer_default_fallback_phi_4")
+    del keys["tokenizer_config"]
+    fallback = load_tokenizer(make_config(**keys, chat_template="tokenizer_default_fallback_phi_4"))
     assert fallback.chat_template == named_template("phi_4")
-
-
-def test_template_from_text_and_file(make_config, tmp_path):
-    text = "{% for m in messages %}{{ m.content }}|{% endfor %}"
-    (tmp_path / "own.jinja").write_text(text)
-    for choice in (text, str(tmp_path / "own.jinja")):
-        assert template_of(make_config, choice).apply_chat_template(CHAT, tokenize=False) == "Hi|Hello|"
