@@ -122,9 +122,7 @@ TEMPLATES = [
     if number == 0 or type == "chat_template"
 ]  # fmt: skip
 
-PICKLES = [
-    bad("a pickle", "d.pkl", config=entry(path="d.pkl"), files={"d.pkl": pickled}, absent=("pwned",)),
-]
+PICKLES = [bad("a pickle", "d.pkl", config=entry(path="d.pkl"), files={"d.pkl": pickled}, absent=("pwned",))]
 
 PLACES = [
     dataset("missing file", "nothing.jsonl", path="nothing.jsonl"),

@@ -252,6 +252,8 @@ def test_names_in_the_checkpoint(mixture, make_config):
     assert choose("mixtral", r"model\.layers\.1\.(?!mlp|.*norm|.*o_proj)") == layer[:3]
     with pytest.raises(ModelError, match=r"experts.0.w1.weight, .* and 2 more, parts of .*gate_up"):
         choose("mixtral", rf"{sparse}.experts.\d.w1")
+    with pytest.raises(ModelError, match="'layers' matches no parameter. Names are compared from the start"):
+        choose("mixtral", "layers")
     whole = {"special_tokens": PAD, "unfrozen_parameters": [r"model.language_model.layers.1.self_attn.(q|k)_proj"]}
     assert trained(adapted(make_config(**whole))) == [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk"]
 

@@ -252,7 +252,7 @@ def test_calls_that_are_refused(tmp_path):
         StridedEBFTTrainer(tiny_model("llama"), TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(ValueError, match="temperature"):
         make(tmp_path, temperature=0.0).train()
-    with pytest.raises(ValueError, match="train_dataset must be one dataset, got those of a"):
+    with pytest.raises(ValueError, match="train_dataset must be one dataset, got a"):
         make(tmp_path, train=DatasetDict(a=ROWS))
     make(tmp_path, grad_norms_every=0, **checkpointing(True))
     with pytest.raises(ConfigError, match="rollout_tokens_per_pass is not supported with FSDP2"):

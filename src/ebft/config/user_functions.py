@@ -114,7 +114,7 @@ def module_sources(names: Iterable[str]) -> dict[str, str]:
         sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
         if path.suffix == ".py":
             for other in _imported(content, name, path):
-                # By its file, since a name of Python's library may be that of a local file; first the package, which
+                # By its file, since a local file may have a name of Python's library; first the package, which
                 # is imported to find a part of it.
                 top = _file_of(other.partition(".")[0])
                 file = None if top is not None and not is_outside(str(top)) else _file_of(other)
