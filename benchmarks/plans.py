@@ -19,7 +19,7 @@ from typing import Any
 from ebft import load_config
 from ebft.errors import ModelError
 from ebft.machine import gib
-from ebft.tools.doctor.fit import fit, floor, model_config_of
+from ebft.tools.doctor.fit import floor, model_config_of, plan_on, room, with_changes
 from ebft.tools.doctor.known import CARDS, Card
 from ebft.tools.doctor.plan import BEFORE, Planner
 
@@ -33,18 +33,19 @@ def plan(path: str, planner: Planner) -> dict[str, Any]:
     """What the step of a config needs, and what to change where it does not fit."""
     config = load_config(path)
     model_config, _ = model_config_of(config)
-    fits, found = {}, None
+    fits = {}
     for size in SIZES:
-        found = fit(config, model_config, Card(size), planner)
-        fits[str(size)] = {"fits": found.fits, "changes": found.changes, "changed": found.changed.total}
-    assert found is not None
-    step = {name: use for name, use in found.plan.phases.items() if name not in BEFORE}
-    least = floor(found.plan, CARDS["h100"], config)
+        card = Card(size)
+        found = plan_on(config, model_config, card, planner)
+        made, changed = with_changes(config, model_config, card, planner, found)
+        fits[str(size)] = {"fits": found.total <= room(card, config), "changes": made, "changed": changed.total}
+    step = {name: use for name, use in found.phases.items() if name not in BEFORE}
+    least = floor(found, CARDS["h100"], config)
     return {
         "config": Path(path).stem,
         "model": config.base_model,
         "tokens": config.sequence_len,
-        "weights": found.plan.weights,
+        "weights": found.weights,
         "peaks": {name: use.peak for name, use in step.items()},
         "kernels": sum(use.kernels for use in step.values()),
         "pflop": sum(use.flops for use in step.values()) / 1e15,

@@ -98,6 +98,7 @@ def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
     assert flops == pytest.approx(cost.flops, rel=0.06)
 
 
+@pytest.mark.slow
 def test_what_stays_in_memory_depends_on_the_keys(planner, tmp_path):
     """Weights, gradients and states of a full model and of an adapter; quantised weights, 8-bit states."""
     full = config_of("SFT", tmp_path)
@@ -120,6 +121,7 @@ def test_what_stays_in_memory_depends_on_the_keys(planner, tmp_path):
     assert plan(sequence_len=512).total > 1.3 * before.total
 
 
+@pytest.mark.slow
 def test_adapters_are_folded_where_the_memory_of_the_card_allows(planner, tmp_path):
     """The weights of adapted layers are in memory twice while rollouts are sampled in float32, not in bfloat16."""
     config = config_of("strided LoRA", tmp_path, sequence_len=32, micro_batch_size=1, bf16=False)
@@ -145,6 +147,7 @@ def write_config(folder, **keys):
     return folder / "run.yaml"
 
 
+@pytest.mark.slow
 def test_rollouts_are_as_long_as_the_config_allows(planner, tmp_path):
     """No sample ends early, though tokens that are read with numbers without values are 0."""
     config = config_of("structured LoRA", tmp_path)
@@ -157,6 +160,7 @@ def test_rollouts_are_as_long_as_the_config_allows(planner, tmp_path):
     assert kernels(64) > 3 * kernels(16)
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
     code, found = doctor(write_config(tmp_path), "--memory", "1.1GiB")
     message = found["ok", "changes"]
@@ -185,7 +189,7 @@ def plan_of(total, **keys):
 def test_a_step_that_leaves_little_of_the_room_is_a_warning(tmp_path, total, level):
     """As without a card: more than 90% of the room may not fit with fragments or other rows."""
     config = config_of("SFT", tmp_path)
-    with patch.object(fit, "_planned", return_value=plan_of(int(total * 78.1 * 2**30))), patch.object(fit, "Planner"):
+    with patch.object(fit, "plan_on", return_value=plan_of(int(total * 78.1 * 2**30))), patch.object(fit, "Planner"):
         found = {check.name: check for check in fit.planned(config, "h100", known.CARDS["h100"])}
     assert found["memory"].level == level and ("tight" in found["memory"].message) == (level == "warning")
 
