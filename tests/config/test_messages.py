@@ -54,6 +54,7 @@ def structured(**trl):
     ({"flash_attention": True, "flex_attention": True}, "attn_implementation"),
     # Optimizer, batches, precision
     ({"warmup_steps": 1, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio are both set"),
+    ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, "needs lr_scheduler: cosine, not linear"),
     ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
     ({"batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
      "batch_size: 8 is not micro_batch_size: 2 times gradient_accumulation_steps: 2. Remove batch_size"),
@@ -82,6 +83,7 @@ def structured(**trl):
     ({"chat_template": "chatml", "chat_template_jinja": "{{ a }}"}, "are both set. Keep one"),
     ({**PROMPTS, "ebft": {"rl_coef": 0.0}}, "ebft.rl_coef: 0 has no effect in structured mode"),
     (dataset(train_on_split="test", split="dev"), "split and train_on_split are two names of the same key"),
+    (dataset(roles={"user": ["a"], "assistant": ["b", "a"]}), "datasets.0.roles: a is listed for more than one role"),
     (dataset(trust_remote_code=True), "trust_remote_code: the datasets library runs no code"),
     (dataset(roles_to_train=[]), "roles_to_train: \\[\\] trains on no turn. List roles .*message_field_training"),
     (dataset(type="completion", roles={"user": ["a"]}), "roles has no effect with type: completion.*chat_template"),

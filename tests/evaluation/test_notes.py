@@ -81,6 +81,11 @@ def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
     assert "own.jsonl" in notes()[0] and "changed" not in notes()[0]
 
 
+def test_few_documents_are_a_note(notes):
+    [note] = notes("evaluation.documents=7")
+    assert note.startswith("Only 7 documents are evaluated") and "chance" in note
+
+
 TEXT = "A text of several words."
 
 

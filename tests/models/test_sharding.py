@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from ebft.errors import ModelError
+from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import without_hooks
-from ebft.models.sharding import keep_output_dtype, load_checkpoint_weights
+from ebft.models.sharding import check_version, keep_output_dtype, load_checkpoint_weights
 from ebft.tools.export.sharded import merge_sharded
 from ebft.trainer import OverTrainer
 from tests.export.test_sharded import save_parts
@@ -119,6 +119,16 @@ def test_tied_weights_fit_under_either_name(tiny_llama_dir, tmp_path, name):
 def accelerator(**changes):
     settings = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "mixed_precision_policy": None, **changes}
     return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**settings)))
+
+
+def test_settings_that_are_refused_or_supported():
+    for changes, message in (
+        ({"fsdp_version": 1}, "FSDP1 is not supported: .* Remove version from fsdp_config"),
+        ({"cpu_ram_efficient_loading": True}, "a vLLM server is incompatible with cpu_ram_efficient_load"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_version(accelerator(**changes), "cpu" in str(changes))
+    check_version(accelerator(cpu_ram_efficient_loading=True))
 
 
 def test_log_probabilities_are_not_rounded():
