@@ -1,11 +1,8 @@
 """`ebft inference` as a command."""
 
-import contextlib
 import json
 import shutil
-import subprocess
 
-import pytest
 from typer.testing import CliRunner
 
 from ebft.run.config.schema import load_config
@@ -15,7 +12,6 @@ from ebft.tools.inference.models import model_in_folder
 from ebft.tools.inference.sampling import Sampler, SamplingOptions
 from tests.cli.conftest import TERMINAL, flat
 from tests.inference.conftest import config_file, folders
-from tests.terminal import Terminal, ebft_command
 
 __all__ = ["config_file", "folders"]
 OPTIONS = ("--max-new-tokens", "8", "--temperature", "0")
@@ -72,20 +68,3 @@ def test_a_folder_is_scored_with_the_settings_of_its_run(folders, config_file, e
     for folder in (run, run / "checkpoint-3"):
         found, settings = scored(ebft, folder)
         assert found == expected and "diversity_coef: 0.5" in settings and f"(from {run / 'run.json'})" in settings
-
-
-@pytest.mark.slow
-def test_a_session_in_a_terminal(folders):
-    terminal = Terminal(ebft_command("inference", str(folders["adapter"]), *OPTIONS), {"NO_COLOR": "1", "TERM": "dumb"})
-    try:
-        terminal.wait_for(lambda _: terminal.output.endswith(b"tuned> "))
-        terminal.press("say 3\n")
-        terminal.wait_for(lambda _: terminal.output.count(b"tuned> ") == 2 and terminal.output.endswith(b"tuned> "))
-        while terminal.process.poll() is None:  # a key before the prompt waits for input may only clear the line
-            terminal.press("\x03")
-            with contextlib.suppress(subprocess.TimeoutExpired):  # long: Ctrl-C would kill a process that is exiting
-                terminal.process.wait(30)
-    finally:
-        terminal.close()
-    assert terminal.process.returncode == 0
-    assert b"Traceback" not in terminal.output and b"chat. /help" in terminal.output
