@@ -100,8 +100,7 @@ READ_IN_TWO_WAYS = [
 ]  # fmt: skip
 
 FILES = [
-    rows("null in json", "null", file="d.json"),
-    rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
+    rows("null in json", "null", file="d.json"), rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
     rows("half of a pair", GOOD_LINE + '{"text": "\\ud83d"}\n', "surrogates"),
     dataset("damaged save_to_disk", "saved", path="saved", files={"saved": saved}),
 ]  # fmt: skip

@@ -98,8 +98,7 @@ def test_other_spellings_of_a_file(tmp_path, text):
     ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
     ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
     ("%YAML 1.1\n---\nbase_model: model\n", ("invalid YAML: configs are read as YAML 1.2",)),
-    ("[" * 5000, ("run.yaml",)),
-    ("base_model: m\n~: 1\n", ("unknown key",)),
+    ("[" * 5000, ("run.yaml",)), ("base_model: m\n~: 1\n", ("unknown key",)),
     (PLAIN + "output_dir: >\n  outputs/run\n", ("output_dir", ">-")),
     (PLAIN + "lr_scheduler_kwargs: {a: [.inf]}\n", ("lr_scheduler_kwargs", "finite")),
 ])  # fmt: skip

@@ -32,8 +32,7 @@ NEW, BY_REFERENCE = "evaluation.max_new_tokens=", "ebft.gt_length_multiplier="
 
 
 @pytest.mark.parametrize(("kind", "key", "small", "large", "metric", "factor"), [
-    ("strided", NEW, 1, 12, "length_greedy", 1),
-    ("strided", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 2),
+    ("strided", NEW, 1, 12, "length_greedy", 1), ("strided", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 2),
     # it would tell the model when to stop
     pytest.param("plain", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 0, marks=pytest.mark.slow),
 ])  # fmt: skip

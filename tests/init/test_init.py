@@ -198,8 +198,7 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
 
 
 @pytest.mark.parametrize("given", [
-    ["val_set_size=0"],
-    ["test_datasets=[{path: rows.jsonl, type: completion}]"],
+    ["val_set_size=0"], ["test_datasets=[{path: rows.jsonl, type: completion}]"],
     ["micro_batch_size=3", "gradient_accumulation_steps=5"],
 ])  # fmt: skip
 def test_what_is_given_replaces_what_would_be_proposed(ebft, here, data, tiny_llama_dir, given):

@@ -16,8 +16,7 @@ def adapter(folder, **settings):
 
 
 @pytest.mark.parametrize(("task", "model", "fits"), [
-    (None, AutoModelForCausalLM, True),
-    ("CAUSAL_LM", AutoModelForSequenceClassification, False),
+    (None, AutoModelForCausalLM, True), ("CAUSAL_LM", AutoModelForSequenceClassification, False),
     ("SEQ_CLS", AutoModelForCausalLM, False),
 ])  # fmt: skip
 def test_the_task_of_an_adapter(task, model, fits, tiny_llama_dir, tmp_path):

@@ -80,8 +80,7 @@ def check_loading_and_merging(config, tokenizer, folder):
 @pytest.mark.first(4)
 @pytest.mark.parametrize(("targets", "saved", "size"), [
     (["q_proj"], None, MULTIPLE), (["embed_tokens", "lm_head"], None, MULTIPLE),
-    (["q_proj"], ["embed_tokens", "lm_head"], NEW),
-    (["q_proj", "lm_head"], ["embed_tokens"], NEW),
+    (["q_proj"], ["embed_tokens", "lm_head"], NEW), (["q_proj", "lm_head"], ["embed_tokens"], NEW),
 ])  # fmt: skip
 def test_logits_after_loading_and_merging(base, targets, saved, size, configured, tmp_path):
     config, tokenizer = configured(base, targets, lora_modules_to_save=saved, **size)
