@@ -399,10 +399,11 @@ class OverTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
 
     def _load_best_model(self) -> None:
-        if self.is_deepspeed_enabled:
+        folder = Path(self.state.best_model_checkpoint)
+        if self.is_deepspeed_enabled or not folder.is_dir():  # on a machine without the disk that has it, a warning
             super()._load_best_model()
         else:
-            sharding.load_checkpoint_weights(self.model, Path(self.state.best_model_checkpoint))
+            sharding.load_checkpoint_weights(self.model, folder)
         self._has_best = True
 
     def load_result(self) -> bool:
