@@ -228,7 +228,7 @@ def test_calls_that_are_refused(tmp_path):
         trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 200, dtype=torch.long)})
     with pytest.raises(ValueError, match="compute_metrics is not supported"):
         StridedEBFTTrainer(tiny_model("llama"), trainer.args, compute_metrics=print)
-    with pytest.raises(ValueError, match="train_dataset must be one dataset, got those of a"):
+    with pytest.raises(ValueError, match="train_dataset must be one dataset, got a"):
         make(tmp_path, train=DatasetDict(a=ROWS))
     make(tmp_path, grad_norms_every=0, **checkpointing(True))
     with pytest.raises(ConfigError, match="rollout_tokens_per_pass is not supported with FSDP2"):

@@ -150,7 +150,8 @@ def _check_not_overwritten(config: RunConfig) -> None:
             is_read = os.path.isdir(data) and not any(part.startswith(".") for part in way)
             if entry.data_files is None and is_read:
                 raise ConfigError(
-                    f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, all "
+                    f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, whose "
+                    "files are all read as data, so that this or a later run would read the files of this run. "
                     "whose files are read as data, so that this or a later run would read the files of this run. "
                     "Set output_dir to another folder, or name the files in data_files."
                 )
