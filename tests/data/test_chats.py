@@ -137,16 +137,12 @@ def test_tools(row, tools):
 @pytest.mark.parametrize(
     ("row", "keys", "message"),
     [
-        ({"messages": [{"from": "function_call", "value": "Hello"}]}, {},
-         "reading the content of message 0 .function_call. as JSON: JSONDecodeError"),
         ({"messages": SHAREGPT}, {"message_property_mappings": {"role": "speaker", "content": "value"}},
          "must contain a list of messages with the keys role and content.*message_property_mappings"),
         ({"talk": PLAIN}, {}, "no column with messages: expected messages, conversations, .*field_messages"),
         ({"messages": [SYSTEM, *PLAIN], "rules": "Be exact"}, {"field_system": "rules"},
          "column 'rules' has another one. Set drop_system_message: true"),
         ({"messages": [user("?"), assistant("", tool_calls=[call("[1]")])]}, {}, r"must be a JSON object .*'\[1\]'"),
-        ({"messages": "Hi"}, {}, "column 'messages' must contain a list of messages .* or its JSON text, got 'Hi'"),
-        ({"messages": PLAIN, "tools": [1]}, {}, "no attribute 'items'"),
     ],
 )  # fmt: skip
 def test_what_is_no_chat(row, keys, message):

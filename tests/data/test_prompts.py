@@ -107,12 +107,6 @@ def test_grpo_counts_the_prompt_alone(load, tokenizer, own):
         load(rows, type, **GRPO, sequence_len=length)
 
 
-def test_own_transform_that_changes_its_row(load, own):
-    type = own('example.update(prompt=example.pop("q"), answer=example["answer"] + 1) or example', "{}")
-    train, _ = load([{"q": "2+2?", "answer": 4}], type, **GRPO)
-    assert (train[0]["prompt"], train[0]["answer"]) == ("2+2?", 5)
-
-
 def test_own_transform_of_texts_with_columns_for_rewards(load, own):
     result = '{"prompt": example["q"], "ground_truth": "4", "n": len(example["q"]), "tests": [{"in": example["q"]}]}'
     train, _ = load([{"q": "2+2?"}, {"q": "a"}], own(result), dataset_num_proc=2)
@@ -133,12 +127,7 @@ XY = '"prompt": "x", "ground_truth": "y"'
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ('{"prompt": 3, "ground_truth": "y"}', "prompt must contain a list of messages"),
         ('{"prompt": "x"}', "the field 'ground_truth' is missing; the transform returned prompt, but structured mode"),
-        (
-            '{"input_ids": [1], "labels": [1]}',
-            "the field 'prompt' is missing; .*Use ebft_strided",
-        ),
         (f'{{{XY}, "completions": "x"}}', "completions: reserved column name, .* add it to the .* remove_columns"),
         ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', ".* no chat template"),
     ],

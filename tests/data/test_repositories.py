@@ -93,7 +93,6 @@ def test_slices_and_what_is_left_out(make, capsys):
     ("files", "keys", "message"),
     [
         (CLONE, {}, "no split 'train' in the configuration default. Available splits: train_prefs, test_prefs"),
-        (CLONE, {"name": "prefs"}, "no configuration 'prefs'. Set name to one of its configurations: default, sft"),
         ({"README.md": OPTIONS, "a.csv": "a\n1\n", "b.csv": "a\n1\n"}, {}, "several configurations. Set name .*: a, b"),
         ({"README.md": "---\nlicense: mit\n---\n", "train.parquet": "version https://git-lfs.github.com/spec/v1\n"},
          {}, "train.parquet is a pointer of Git LFS .* Run `git lfs pull`"),

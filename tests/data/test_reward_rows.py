@@ -87,15 +87,9 @@ def test_bos_is_before_the_prompt():
     assert labelled(row) == ("<|im_start|>Q:ab\nc\n", ".....1.0")
 
 
-OTHERS = {"chosen": [ASKED, YES], "rejected": [user("Ho"), NO]}
-ENDS = {"chosen": [ASKED], "rejected": [ASKED]}
-
-
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        (PAIR, ENDS, "column 'chosen' ends with a message of the role 'user'"),
-        (PAIR, OTHERS, "row 0: .*different messages before their last one.*'prompt'"),
         (PAIR, {"prompt": [ASKED], "chosen": [user("Ho"), YES], "rejected": [ASKED, NO]},
          "row 0: .*column 'chosen' starts with .*'user'"),
         (PAIR, {**TEXTS, "margin": float("nan")}, "row 0: margin must be a finite number, got"),

@@ -139,29 +139,20 @@ def test_links_to_folders_are_followed(write):
         ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
         ({"own.py": "class Own(datasets.GeneratorBasedBuilder):\n    pass", "README.md": "Rows."}, "", {},
          "made by its loading script own.py, which is not run"),
-        ({"a.jsonl.gz": packed(LINES.encode())[:-9]}, "", {}, "jsonl.gz: cannot be unpacked"),
         ({"a.txt": packed(b"text")}, "", {}, "not valid UTF-8"),
         ({"a.txt": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "", {}, "pointer of Git LFS"),
-        ({"a.jsonl": LINES}, "", {"data_files": "b.jsonl"}, "data_files 'b.jsonl' matches no file in"),
-        ({"a.jsonl": LINES}, "a.jsonl", {"split": "train[:1%]"}, r"selects no rows \(train has 3 rows\). Widen"),
         ({"a.jsonl": LINES}, "a.jsonl", {"split": "train[:1]+train[9:]"}, "a part of it, selects no rows"),
         *(({name: content}, name, {}, f"{name}(?:[:,]| as) ?{message}")
           for name, content, message in (
               ("a.jsonl", LINE * 16 + '{"text": a}\n', r"line 17: not valid JSON \(Expecting value"),
-              ("a.jsonl", '{"text": "a" b}\n' + LINE, r"line 1: not valid JSON .* at column 14"),
-              ("a.jsonl", LINE + "[1]\n", "line 2: a row must be a JSON object, got 1"),
               ("a.jsonl", LINE + '{"m": {"k": 1, "k": 2}}', "line 2: the key 'k' occurs 2 times in an object"),
               ("a.jsonl", '{"n": 1e999}', "line 1: the number 1e999 is too large"),
-              ("a.jsonl", LINE + '{"text": "b"}] {"text": "c"}\n', "line 2: a row|line 2: not valid JSON"),
               ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: not valid UTF-8"),
               ("a.json", '[{"text": "a"}, 3]', "row 1: a row must be a JSON object, got 3"),
               ("a.json", '[{"text": "a"}]\n{"text": "b"}', "line 1: not valid JSON .text after the end of the list"),
               ("a.json", '[{"text": "a"}, {"text": "b"},', "line 1: not valid JSON .Expecting value"),
-              ("a.json", "[]", "the file is empty"),
-              ("a.csv", "text,n\na,1\nb,2,3\n", ".* Expected 2 fields in line 3, saw 3"),
               ("a.csv", "text\none, two\nthree\n", "line 2: 2 fields, but the header has 1"),
-              ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"),
-              ("a.csv", b"text\n\xff\n", ".* UnicodeDecodeError"))),
+              ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"))),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read(write, files, path, keys, message):
@@ -256,12 +247,6 @@ def test_files_at_urls(bucket):
     rows, more = (entry(f"{bucket}/{name}.jsonl") for name in ("rows", "more"))
     assert source_fingerprint(rows) == source_fingerprint(rows) != source_fingerprint(more)
     assert content_digest(rows) is None
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", '{"text": "a"}'), ("a.csv", "text\na\n"), ("a.txt", "a")])
-def test_urls_of_local_files(write, name, content):
-    folder = write({name: content})
-    assert texts(f"file://{folder}/{name}") == texts(f"file://{folder}", data_files=name) == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ebft.errors import DataError
 from tests.data.conftest import CHATML, assistant, tokenised, user
 
 PRETRAIN, PAIRS, CHATS = "ebft_pretrain.transform", "ebft_strided_structured.transform", "ebft_strided_chat.transform"
@@ -88,17 +87,6 @@ CHAT = [user("Hi"), assistant("Hello"), user("Bye"), assistant("Goodbye"), user(
 GREETING = assistant("Yes?")
 
 
-@pytest.mark.parametrize("rewrites", [False, True])
-def test_the_reference_is_the_last_assistant_turn(run, tokenizer, rewrites):
-    template = "{{ messages | length }}" * rewrites + CHATML
-    out = run("ebft_strided_chat.transform_last_turn", {"messages": CHAT}, template=template)
-    ids, length = out["input_ids"][0], out["prompt_length"][0]
-    assert tokenizer.decode(ids).startswith("4" * rewrites + "<|im_start|>")
-    assert tokenizer.decode(ids[:length]).endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(ids[length:]) == "Goodbye<|im_end|>\n"
-    assert out["labels"][0] == [-100] * length + ids[length:] and out["turn_spans"][0] == [[length, len(ids)]]
-
-
 @pytest.mark.parametrize("type", ["ebft_strided_chat.transform_all_turns", "ebft_chat_multiturn.transform_all_turns"])
 @pytest.mark.filterwarnings("ignore:datasets.type")
 def test_a_row_of_every_answer(run, tokenizer, type):
@@ -110,23 +98,3 @@ def test_a_row_of_every_answer(run, tokenizer, type):
     assert out["document"] == [0, 0, 1]
     for field in ("input_ids", "labels", "prompt_length", "turn_spans"):
         assert out[field] == wanted[field]
-
-
-@pytest.mark.parametrize(
-    ("type", "row", "template", "message"),
-    [
-        (
-            PRETRAIN,
-            {"body": "x"},
-            None,
-            "row 0: no column with text: expected text, content, question, but .*body",
-        ),
-        (PRETRAIN, {"text": 3}, None, "row 0: column 'text' must contain text, got int"),
-        (PAIRS, {"text": "a"}, None, "supported pairs are input/output, .* the row has text"),
-        (CHATS, {"messages": CHAT}, None, "the tokenizer has no chat template, .* Set chat_template"),
-        (CHATS, {"messages": CHAT}, "{{ raise_exception('no system') }}", "cannot render these messages: no system"),
-    ],
-)
-def test_wrong_rows(run, type, row, template, message):
-    with pytest.raises(DataError, match=message):
-        run(type, row, template=template)

@@ -25,7 +25,6 @@ def learned(chatml):
     ("type", "row", "end"),
     [
         ("ebft_strided_chat.transform_last_turn", {"messages": CHAT}, "<|im_end|>\n"),
-        ("ebft_reasoning.transform_strided", {"messages": CHAT}, "<|im_end|>\n"),
         ("ebft_strided_structured.transform", {"input": "2+2?", "output": REPLY}, "<|end|>"),
     ],
 )

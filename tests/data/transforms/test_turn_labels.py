@@ -108,10 +108,10 @@ def test_words(trained, messages, entry, keys, expected):
         assert trained(messages, entry, type, **keys) == expected
 
 
-@pytest.mark.filterwarnings("ignore:chat template of the tokenizer writes nothing")
 @pytest.mark.parametrize("end", ["", "\n\n"])
 def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
     tokenizer.chat_template = "{% for m in messages %} {{ m.content }}END{% endfor %}".replace("END", end)
-    assert trained(CHAT[1:3]) == "Hi ( [Hello] )"
+    with pytest.warns(UserWarning, match="chat template of the tokenizer writes nothing after a reply"):
+        assert trained(CHAT[1:3]) == "Hi ( [Hello] )"
     with pytest.raises(DataError, match="train_on_eos: none needs a chat template that ends turns"):
         trained(CHAT[1:3], {"train_on_eos": "none"})

@@ -89,11 +89,6 @@ def test_tags_of_thinking_can_be_special_tokens(special):
     assert trained(CLOSES, CALLING[:2], {"train_on_eos": "none"}, special=special) == call.replace("<e>\n]", "]<e>\n")
 
 
-def test_thinking_that_is_left_out():
-    with pytest.raises(DataError, match=r"omits the thinking of message 1 \(assistant\)"):
-        trained(OPENS_THINKING, [TALK[0], assistant("<think>a</think>Hello"), *TALK[2:]])
-
-
 @pytest.mark.parametrize(
     ("template", "entry", "message"),
     [
