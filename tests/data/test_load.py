@@ -6,8 +6,7 @@ import pytest
 
 from ebft.data.load import load_token_rows
 from ebft.errors import DataError
-from ebft.tools.evaluation.notes import _training_documents
-from tests.data.conftest import assistant, user
+from tests.data.conftest import CHATML, assistant, user
 
 TEXT = "import argparse\n\nparser = argparse.ArgumentParser(description='Process some integers.')\n"
 PLAIN = {"rl": None, "ebft": None}
@@ -36,9 +35,7 @@ def test_text_rows_are_windows_that_lose_no_text(load, tokenizer):
 
 
 def test_chats_without_a_reply_are_dropped_and_counted(load, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer, "chat_template", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    )
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     chats = ([user("Say hello."), assistant(TEXT)], [user("Say hello.")], None)
     load([{"messages": chat} for chat in chats], "ebft_strided_chat.transform")
     assert "dropped 1 without text, 1 without a reference" in capsys.readouterr().err
@@ -73,17 +70,16 @@ def test_what_is_held_out_does_not_depend_on_what_was_dropped(load, tokenizer):
     assert strided[0] <= plain[0] and strided[1] <= plain[1]
 
 
-def test_batched_transforms_that_change_the_number_of_rows_keep_documents_apart(load, tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "own_batches.py").write_text("""
+def test_batched_transforms_that_change_the_number_of_rows_keep_documents_apart(load, tokenizer, own):
+    type = own("""
 def transform(cfg, **kwargs):
     def split(batch, tokenizer=None):
         ids = [tokenizer(part)["input_ids"] for text in batch["text"] if text for part in text.split("|")]
         return {"input_ids": ids, "labels": ids}
     return split, {"batched": True, "remove_columns": "__all__"}
 """)
-    monkeypatch.syspath_prepend(tmp_path)
     texts = [text for number in range(20) for text in ("", f"{number}|{number}")]  # as many rows as documents
-    parts = load(texts, "own_batches.transform", val_set_size=0.25, **PLAIN)
+    parts = load(texts, type, val_set_size=0.25, **PLAIN)
     trained, held = ({tokenizer.decode(ids) for ids in rows["input_ids"]} for rows in parts)
     assert len(trained) == 15 and len(held) == 5 and not trained & held and list(map(len, parts)) == [30, 10]
 
@@ -101,13 +97,9 @@ def load_folder(tmp_path, make_config, tokenizer):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_blank_file_is_not_held_out(load_folder, tmp_path, seed):
-    """The training documents that an evaluation finds again are those of the run, with and without blank files."""
+def test_a_blank_file_is_not_held_out(load_folder, seed):
     _, evaluation = load_folder([TEXT * 6, *[" \n"] * 6, "import os\n" * 20], val_set_size=1, seed=seed)
     assert len(evaluation) > 0
-    config = {"datasets": [{"path": str(tmp_path), "type": "ebft_pretrain.transform"}], "val_set_size": 1, "seed": seed}
-    trained = [row["text"] for row in _training_documents(tmp_path / "run.json", config, [])]
-    assert len(trained) == 7 and (TEXT * 6 in trained) != ("import os\n" * 20 in trained)
 
 
 def test_a_fraction_is_of_the_documents_with_text(load):

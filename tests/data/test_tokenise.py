@@ -1,35 +1,22 @@
 """Transforms of the user's own: how they are found and called, and what is said about wrong ones."""
 
-import textwrap
-
 import pytest
 from datasets import Dataset
 
 from ebft.data.apply import Source, tokenise
 from ebft.errors import DataError
+from tests.data.conftest import simple
 
 
 @pytest.fixture
-def run_own(make_config, tokenizer, tmp_path, monkeypatch, request):
-    """Run a module with the given body over rows, from a working directory that holds it."""
+def run_own(make_config, tokenizer, own):
+    """`run_own(module, rows)`: what the transform of a module makes of rows."""
 
-    def run(body, rows=({"a": "x"}, {"a": "y"}), **keys):
-        name = f"own_{abs(hash(request.node.nodeid))}"
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(body))
-        monkeypatch.chdir(tmp_path)
-        config = make_config("unused", f"{name}.transform", **keys)
+    def run(module, rows=({"a": "x"}, {"a": "y"}), **keys):
+        config = make_config("unused", own(module), **keys)
         return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
 
     return run
-
-
-def simple(result, map_kwargs='{"remove_columns": "__all__"}'):
-    return f"""
-    def transform(cfg, **kwargs):
-        def transform_fn(example, tokenizer=None):
-            return {result}
-        return transform_fn, {map_kwargs}
-    """
 
 
 def test_own_transform(run_own, tokenizer):
@@ -65,11 +52,6 @@ def test_config_reads_as_attributes_and_as_a_mapping(run_own):
 )  # fmt: skip
 def test_fields(run_own, fields, expected):
     assert run_own(simple(f"{{{fields}}}"))[0].items() >= expected.items()
-
-
-def test_columns_that_are_not_removed_count_as_fields(run_own):
-    rows = [{"input_ids": [4, 5]}]
-    assert run_own(simple('{"labels": [4, 5]}', "{}"), rows)[0]["input_ids"] == [4, 5]
 
 
 def test_several_processes_give_the_same_rows(run_own):

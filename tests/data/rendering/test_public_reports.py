@@ -1,28 +1,18 @@
 """Faults that users of other projects reported, and that the comparison of whole rows does not contain.
 
-Rows are read from JSON lines, as training reads them. The docstrings name the project and what was reported.
+The docstrings name the project and what was reported.
 """
-
-import json
-import warnings
 
 import pytest
 
 from ebft.data.load import load_token_rows
-from ebft.data.preferences import load_preference_rows
-from ebft.data.prompts import load_prompt_rows
-from ebft.data.reward_rows import load_comparisons
-from ebft.errors import DataError
-from ebft.run.config.schema import RunConfig
-from tests.data.conftest import assistant, user
+from ebft.data.row_counts import LEFT_OUT, UNTHINKING
+from tests.data.conftest import assistant, config_of, user
 from tests.data.rendering.expected import Chat, tokenizer_of
-from tests.data.rendering.rows import SETTINGS, conversation, raw_row
+from tests.data.rendering.rows import rows_of
 
 ASKED, REPLY = user("How many?"), assistant("Seven.")
 RESULT = {"role": "tool", "content": "Cloudy.", "name": "get_weather"}
-METHODS = ("sft", "strided", "multiturn", "dpo", "kto", "reward_model")
-
-
 WEATHER = {"name": "get_weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
 WEATHER = {"type": "function", "function": WEATHER}
 
@@ -31,57 +21,12 @@ def calls(arguments):
     return assistant("", tool_calls=[{"type": "function", "function": {"name": "get_weather", "arguments": arguments}}])
 
 
-@pytest.fixture
-def load(tmp_path_factory):
-    """`load(method, template, chats)`: the text of each row that training reads from a file."""
-
-    def loaded(method, template, chats):
-        path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-        path.write_text("\n".join(json.dumps(raw_row(method, chat)) for chat in chats) + "\n", encoding="utf-8")
-        settings, type = SETTINGS[method]
-        values = {"base_model": "unused", "sequence_len": 2000, "shuffle_merged_datasets": False, **settings}
-        with warnings.catch_warnings(action="ignore"):
-            config = RunConfig.from_dict({**values, "datasets": [{"path": str(path), "type": type}]})
-            kind, tokenizer = config.required_rows.kind, tokenizer_of(template)
-            if kind == "prompts":
-                rows = list(load_prompt_rows(config, tokenizer)[0])
-            else:
-                reads = {"tokens": load_token_rows, "comparisons": load_comparisons}
-                rows = list(reads.get(kind, load_preference_rows)(config, tokenizer).train)
-        return [tokenizer.decode(list(tokens_of(tokenizer, row))) for row in rows]
-
-    return loaded
-
-
-def tokens_of(tokenizer, row):
-    """The tokens of a row of any method, prompts and references rendered."""
-    if "prompt" in row:
-        for turn in conversation(tokenizer, row).turns:
-            yield from (*turn.lead_ids, *turn.reference_ids)
-    else:
-        yield from (token for key, ids in row.items() if key.endswith("_ids") for token in ids)
-
-
-@pytest.mark.first(4)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("template", ["ebft/chatml", "trl/qwen2_5_vl"])
-def test_contents_that_are_not_text(load, method, template):
-    """Templates print a number or a list as Python does, and omit parts that they do not know."""
-    for content, message in (
-        ([{"type": "text", "text": "See", "image": "x"}], "a part that is not text .* models are trained on text"),
-        (5, "must be text or a list of parts with text, got int"),
-    ):
-        for messages in ([{**ASKED, "content": content}, REPLY], [ASKED, {**REPLY, "content": content}]):
-            with pytest.raises(DataError, match=rf"row 0: .*content of message \d \((user|assistant)\).*{message}"):
-                load(method, template, [Chat(messages)])
-
-
 @pytest.mark.parametrize("template", ["trl/llama3_1", "trl/qwen2_5", "trl/qwen3", "trl/glm4moe", "trl/gptoss"])
-def test_results_of_tools_are_json_or_text(load, template):
+def test_results_of_tools_are_json_or_text(template):
     """Objects are written as JSON, by the template or before it, and never as Python's text."""
     for content in ({"sky": "grey"}, [{"type": "text", "text": "Cloudy."}], None, []):
         messages = [ASKED, calls({"city": "Lisbon"}), {**RESULT, "content": content}, REPLY]
-        (text,) = load("sft", template, [Chat(messages, [WEATHER])])
+        text = tokenizer_of(template).decode(rows_of("sft", template, Chat(messages, [WEATHER]))[0].ids)
         assert ('"sky": "grey"' if isinstance(content, dict) else "Cloudy." if content else "") in text
         assert not any(part in text for part in ("'sky'", "'type'", "[]", "None"))
 
@@ -105,3 +50,16 @@ def test_the_kl_term_of_kto_pairs_each_prompt_with_another_completion(tmp_path, 
     own, others = seen[::2], seen[1::2]
     assert sum(map(len, own)) >= 6
     assert all(a != b for batch, other in zip(own, others, strict=True) for a, b in zip(batch, other, strict=True))
+
+
+def test_thinking_of_earlier_turns_is_counted(write_jsonl, capsys):
+    asked, thinks = user("w7 Zq"), assistant("<think>\nt9 Zq\n</think>\n\nw8 Zq")
+    talk = [asked, thinks, user("u2 Zq"), assistant("<think>t3 Zq</think>e")]
+    path = write_jsonl([{"messages": talk}] * 3)
+    for type, counts, count in (
+        ("chat_template", {UNTHINKING: 3}, 3),
+        ("ebft_strided_chat.transform_all_turns", {LEFT_OUT: 3}, 6),
+    ):
+        rows = load_token_rows(config_of(type, path=path, sequence_len=4096), tokenizer_of("trl/qwen3"))
+        assert rows.reports[0].counts == counts and len(rows.train) == count
+    assert f"produced 3 rows (3 {UNTHINKING})" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import pytest
 from ebft.data.load import load_token_rows
 from tests.data.conftest import assistant, tokenised, user
 
+PAIRS = "ebft_strided_structured.transform"
 REPLY = "<think>\nTwo and two.\n</think>\n\nFour."
 CHAT = [user("Is <think>this</think> a tag?"), assistant("<think>hm</think>Yes."), user("2+2?"), assistant(REPLY)]
 
@@ -21,18 +22,13 @@ def learned(chatml):
     return run
 
 
-@pytest.mark.parametrize(
-    ("type", "row", "end"),
-    [
-        ("ebft_strided_chat.transform_last_turn", {"messages": CHAT}, "<|im_end|>\n"),
-        ("ebft_strided_structured.transform", {"input": "2+2?", "output": REPLY}, "<|end|>"),
-    ],
-)
-def test_the_last_reply(learned, chatml, type, row, end):
-    (plain, row_of_all), (masked, found) = (learned(type, row, mask) for mask in (False, True))
-    assert plain == f"{REPLY}{end}" and masked == f"Four.{end}"
-    assert all(found[field] == row_of_all[field] for field in ("input_ids", "prompt_length"))
-    assert chatml.decode(found["input_ids"][found["prompt_length"] :]).startswith("<think>")
+def test_the_reply_of_a_pair(learned, chatml):
+    row = {"input": "2+2?", "output": REPLY}
+    (plain, all_on), (masked, found) = (
+        learned("ebft_strided_structured.transform", row, mask) for mask in (False, True)
+    )
+    assert plain == f"{REPLY}<|end|>" and masked == "Four.<|end|>"
+    assert all(found[field] == all_on[field] for field in ("input_ids", "prompt_length"))
 
 
 @pytest.mark.filterwarnings("ignore:train_on_inputs")
