@@ -217,9 +217,7 @@ def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | Non
         options["features"] = Features({name: Value("string") for name in names})
     has_tabs = {_ending(path) == ".tsv" for path in paths}
     if len(has_tabs) > 1:
-        raise DataError(
-            f"{paths[0].parent}: .tsv and other tables are not read together. Use separate entries of datasets."
-        )
+        raise DataError(f"{paths[0].parent}: .tsv and other tables need separate entries of datasets")
     return options | ({"sep": "\t"} if True in has_tabs else {})
 
 

@@ -19,7 +19,7 @@ from ebft.errors import DataError
 
 # Two texts without a common start or end, so that what they share with the rendering is outside of the message.
 _MARKS = ("AEBFT-MARK-A", "ZEBFT-MARK-Z")
-_THINKING = [tag for pair in TAGS for tag in pair]
+_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
 _NAMES = ("role", "name", "id", "tool_call_id")  # texts of a message that are not its contents
 
 
@@ -113,7 +113,7 @@ class Places:
             common = re.sub(r"[<|/\w]+$", "", common)
             # Such as a block that the generation prompt opens and the reply closes; its tags can be special tokens.
             differs = any(self.special.search(text[len(common.rstrip()) :]) for text in (header, header_asked))
-            opens = _only_opens_thinking(header_asked, header_asked[len(common.rstrip()) :])
+            opens = _TAG.search(header_asked) and not _TAG.sub("", header_asked[len(common.rstrip()) :]).strip()
             if not common.strip() or (differs and not opens):
                 raise self._refused(f"writes another text before {self._named(index)} than before a new reply")
         # White space that goes on in one of the two is another token there.
@@ -174,7 +174,7 @@ class Places:
             if message.keys() == {"role", "content"}
             and isinstance(message["content"], str)
             and message["content"].strip()
-            and not any(tag in message["content"] for tag in _THINKING)
+            and not _TAG.search(message["content"])
         }
         marked = [
             {**message, "content": marks[index]} if index in marks else message
@@ -207,13 +207,6 @@ class Places:
 
     def _named(self, index: int) -> str:
         return f"message {index} ({self.messages[index]['role']})"
-
-
-def _only_opens_thinking(asked: str, rest: str) -> bool:
-    """Whether the end `rest` of a generation prompt `asked` is no more than a thinking block, or its line break."""
-    for tag in _THINKING:
-        rest = rest.replace(tag, "")
-    return not rest.strip() and any(tag in asked for tag in _THINKING)
 
 
 def _content_range(
