@@ -38,9 +38,7 @@ def test_rows_that_are_kept_and_dropped(load, chatml, capsys):
         "1 whose prompt and reference do not fit within sequence_len (for example "
     ) in (said := capsys.readouterr().err)
     assert ", train, row 1)\n" in said
-    with pytest.raises(
-        DataError, match=r"2 without a prompt. No usable rows are left: .* sequence_len: 200, or increase"
-    ):
+    with pytest.raises(DataError, match=r"2 without a prompt. No usable rows are left: .* sequence_len: 200"):
         load(rows[1:3], tokenizer=chatml)
 
 
@@ -80,9 +78,7 @@ def test_grpo_counts_the_prompt_alone(load, tokenizer, own):
     length = len(tokenizer("a b c")["input_ids"])
     rows = [{"q": "a b c", "tests": tests}]
     assert load(rows, type, **GRPO, sequence_len=length + 1)[0][0]["ground_truth"] == tests
-    with pytest.raises(
-        DataError, match="1 whose prompt leaves no room within sequence_len. .*provide rows whose texts"
-    ):
+    with pytest.raises(DataError, match="1 whose prompt leaves no room within sequence_len"):
         load(rows, type, **GRPO, sequence_len=length)
 
 

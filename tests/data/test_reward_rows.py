@@ -49,10 +49,8 @@ def test_pairs_without_a_reply_and_long_ones_are_dropped_and_counted(load):
     others = ({**TEXTS, "rejected": " "}, {**TEXTS, "input": ""}, {**TEXTS, "rejected": "No" * 50})
     rows, report = load(PAIR, TEXTS, *others, keys={"sequence_len": 60})
     assert texts(rows) == [(CHAT.format("Yes"), CHAT.format("No"))]
-    assert (
-        "dropped 1 without a prompt, 1 without a chosen or a rejected reply, 1 whose chosen or rejected text exceeds"
-        in report
-    )
+    reasons = "1 without a prompt, 1 without a chosen or a rejected reply, 1 whose chosen or rejected text exceeds"
+    assert f"dropped {reasons}" in report
 
 
 def labelled(row):

@@ -57,10 +57,8 @@ def test_a_document_with_a_prompt(tokenizer):
     [part] = strided_view(tokenizer, ce_coef=0.1)(row(tokenizer, "abc", "defghi", masked=[5])).parts
     assert part.title == "document" and learned(part) == "___de_ghi"
     assert [token.anchor for token in part.tokens] == [None, None, None, None, 4, None, 6, None, None]
-    assert [(block.anchor, block.context, block.reference) for block in part.blocks] == [
-        (4, "abcd", "ef"),
-        (6, "abcdef", "gh"),
-    ]
+    blocks = [(block.anchor, block.context, block.reference) for block in part.blocks]
+    assert blocks == [(4, "abcd", "ef"), (6, "abcdef", "gh")]
     facts = dict(part.facts)
     assert facts["prompt"] == "3 tokens" and facts["first anchor"] == "4"
     assert facts["blocks"] == "2, stride 2, up to 2 tokens each" and facts["sampled"].startswith("up to 12 tokens")

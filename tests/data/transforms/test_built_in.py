@@ -2,6 +2,7 @@
 
 import pytest
 
+from ebft.data.load import load_token_rows
 from tests.data.conftest import CHATML, assistant, tokenised, user
 
 PRETRAIN, PAIRS, CHATS = "ebft_pretrain.transform", "ebft_strided_structured.transform", "ebft_strided_chat.transform"
@@ -98,3 +99,35 @@ def test_a_row_of_every_answer(run, tokenizer, type):
     assert out["document"] == [0, 0, 1]
     for field in ("input_ids", "labels", "prompt_length", "turn_spans"):
         assert out[field] == wanted[field]
+
+
+REPLY = "<think>\nTwo and two.\n</think>\n\nFour."
+
+
+@pytest.mark.filterwarnings("ignore:train_on_inputs")
+def test_thinking_without_labels(run, tokenizer):
+    """`ebft.mask_thinking_ce`: thinking of replies loses its labels, tags in prompts do not."""
+
+    def learned(type, row, mask=True, template=CHATML, **keys):
+        found = run(type, row, template=template, ebft={"mode": "strided", "mask_thinking_ce": mask}, **keys)
+        return tokenizer.decode([label for label in found["labels"][0] if label != -100]), found["input_ids"]
+
+    pair = {"input": "2+2?", "output": REPLY}
+    (plain, ids), (masked, same_ids) = (learned(PAIRS, pair, mask) for mask in (False, True))
+    assert plain == f"{REPLY}<|end|>" and masked == "Four.<|end|>" and ids == same_ids
+    asked = user("Is <think>this</think> a tag?")
+    chat = {"messages": [asked, assistant("<think>hm</think>Yes."), user("2+2?"), assistant(REPLY)]}
+    assert learned("chat_template", chat)[0] == "Yes.<|im_end|>\nFour.<|im_end|>\n"
+    text, _ = learned(CHATS, chat, train_on_inputs=True)
+    assert "Is <think>this</think> a tag?" in text and "Two and two" not in text
+    # Templates of some models end the generation prompt with the opening tag.
+    opening = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    assert learned(CHATS, {"messages": chat["messages"][2:]}, template=opening)[0] == "Four.<|im_end|>\n"
+
+
+def test_a_row_cut_within_its_thinking_is_kept(make_config, write_jsonl, chatml):
+    path = write_jsonl([{"messages": [user("2+2?"), assistant(f"<think>{'so ' * 100}</think>Four.")]}])
+    ebft = {"mode": "strided", "mask_thinking_ce": True}
+    config = make_config(path, "ebft_strided_chat.transform_last_turn", ebft=ebft, sequence_len=96)
+    train = load_token_rows(config, chatml).train
+    assert len(train[0]["input_ids"]) == 96 and set(train[0]["labels"]) == {-100}
