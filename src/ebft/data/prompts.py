@@ -148,7 +148,7 @@ class PromptRow:
         reason = self._reason(fields)
         # Only rows that are kept determine the columns.
         return {
-            "row": "" if reason else json.dumps(fields, default=lambda array: array.tolist()),
+            "row": "" if reason else json.dumps(fields, default=_listed),
             "columns": json.dumps([] if reason else list(fields)),
             "reason": reason,
         }
@@ -182,3 +182,8 @@ class PromptRow:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
+
+
+def _listed(array: Any) -> Any:
+    """An array or a tensor as a list; for other values, the error of the json module."""
+    return array.tolist() if hasattr(array, "tolist") else json.JSONEncoder().default(array)

@@ -67,7 +67,7 @@ class ChatTemplate:
         text = self._apply([self._readable(message) for message in messages], add_generation_prompt)
         if not self.closed or add_generation_prompt or not messages or messages[-1].get("role") != "assistant":
             return text
-        return text + self._next_turn[bool(messages[-1].get("tool_calls"))]
+        return text + self.next_turn[bool(messages[-1].get("tool_calls"))]
 
     def with_tools(self, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> ChatTemplate:
         """The same template for a row with descriptions of tools and arguments of its own."""
@@ -123,7 +123,7 @@ class ChatTemplate:
         return text.rpartition(reply)[2]
 
     @cached_property
-    def _next_turn(self) -> dict[bool, str]:
+    def next_turn(self) -> dict[bool, str]:
         """The special token that starts the turn after a reply without and with tool calls, if nothing ends replies."""
         reply = {"role": "assistant", "content": _REPLY}
         calls = {**reply, "tool_calls": [_CALL]}
@@ -195,11 +195,6 @@ class ChatTemplate:
                     if _CALL["function"]["name"] in text and "'a'" not in text:  # Python's text of an object
                         return read, content
         return (lambda call: call), ""
-
-    @property
-    def ends_with_next_turn(self) -> bool:
-        """Whether the template writes nothing after a reply, so that the start of the next turn ends it."""
-        return bool(self._next_turn[False])
 
     def _start_of(self, reply: Message, message: Message) -> str:
         done, text = self._text([_ASKED, reply]), self._text([_ASKED, reply, message])

@@ -77,7 +77,7 @@ class RawRows:
         return found if found.any() else ~found
 
     def held_out(self, size: float, seed: int) -> np.ndarray:
-        """The documents that `val_set_size: size` holds out: a fraction of those that have text, or a number.
+        """The documents that `val_set_size: size` holds out: a fraction of the documents with text, or a number.
 
         At least one, and none without text as long as there are others, such as an empty file. They are selected among
         all other documents, usable or not: methods that drop different ones hold out the same ones.

@@ -146,7 +146,7 @@ class Places:
             return content + len(end)
         calls = self.messages[index].get("tool_calls")  # whose text goes on after their arguments
         is_reply = self.messages[index]["role"] == "assistant" and not calls
-        if is_reply and self.render.ends_with_next_turn and not gap.startswith(end):
+        if is_reply and self.render.next_turn[False] and not gap.startswith(end):
             return content  # the template writes nothing after a reply, and another turn follows than a user's
         found = _content_range(last, self.render, alone, index)
         if found is not None and gap.startswith(last[found[1] :]):
