@@ -289,7 +289,11 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
         message = _renamed(message, entry.message_property_mappings or {})
         role = message.get("role")
         if role == _CALL and _CALL not in aliases:
-            return _calling(message, number)
+            given = _unpacked(message.pop("content", None), f"the content of message {number} ({_CALL})")
+            calls = given if isinstance(given, list) else [given]
+            functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+            calls = [{"type": "function", "function": function} for function in functions]
+            return message | {"role": "assistant", "tool_calls": calls}
         if isinstance(role, str):
             message["role"] = aliases.get(role, role)
         if message.get("content") is not None:
@@ -297,16 +301,6 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
         return _with_thinking(message, entry)
 
     return normal
-
-
-def _calling(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """The assistant turn that a message with the text of tool calls (`{"name", "arguments"}`, or a list) stands for."""
-    given = _unpacked(message.get("content"), f"the content of message {number} ({_CALL})")
-    calls = given if isinstance(given, list) else [given]
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
-    del message["content"]
-    calls = [{"type": "function", "function": function} for function in functions]
-    return message | {"role": "assistant", "tool_calls": calls}
 
 
 def role_names(entry: ShapeKeys) -> dict[str, str]:
