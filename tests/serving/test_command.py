@@ -107,6 +107,12 @@ def test_local_and_fetched_models_are_named_by_their_folders(make_config, tmp_pa
     assert value(command(make_config(base_model="smollm2-135m")), "--model") == str(folder)
 
 
+def test_a_gguf_file_is_refused(make_config):
+    """Another model of the same folder would be served."""
+    with pytest.raises(ConfigError, match="vLLM requires a folder"):
+        command(make_config(gguf_file="a.gguf", trl={"vllm_mode": "server"}))
+
+
 def test_the_users_environment_wins(make_config):
     config = make_config(vllm={"env": {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}})
     assert command(config).environment == {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}

@@ -144,10 +144,3 @@ def test_the_tail_is_of_the_present_start(tmp_path):
     assert str(log.path) in first
     assert len(lines) == TAIL_LINES and lines[-1] == "  line 99"
     assert "$ second 'a b'\n" in log.path.read_text()
-
-
-def test_a_file_of_the_user_is_kept(tmp_path):
-    (tmp_path / "vllm.log").write_text("mine")
-    with pytest.raises(ConfigError, match="vllm.log is not the log of a server, and is kept"):
-        ServerLog(tmp_path / "vllm.log").open(["vllm"])
-    assert (tmp_path / "vllm.log").read_text() == "mine"

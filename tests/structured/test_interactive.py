@@ -201,9 +201,13 @@ def test_wrong_results_of_a_rollout_function_are_named(change, message):
         checked(lambda prompts, trainer: FINE | change)([[USER("x")]] * 8, Mock(use_vllm=False))
 
 
-def test_rows_whose_turns_would_be_left_out_are_refused(using):
-    with pytest.raises(DataError, match="remaining_turns"):
-        using(Dataset.from_list([{"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}] * 8))
+@pytest.mark.parametrize(("row", "message"), [
+    ({"prompt": "text"}, "text prompts, but environment_factory"),
+    ({"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}, "remaining_turns"),
+])  # fmt: skip
+def test_rows_whose_tools_or_turns_would_be_left_out_are_refused(using, row, message):
+    with pytest.raises(DataError, match=message):
+        using(Dataset.from_list([row] * 8))
 
 
 BASE = {"base_model": "x", "rl": "grpo", "micro_batch_size": 8, "max_steps": 1, "output_dir": "out"}

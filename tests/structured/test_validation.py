@@ -44,7 +44,6 @@ def of(*truths, **more):
 @pytest.mark.parametrize(("dataset", "message"), [
     (of(*"ab c"), "1 rows whose ground_truth is empty .* row 2"),
     (of(*["b " * 300] * 3), r"max_position_embeddings \(512\)"),
-    (of("b", completions="c"), "an argument of reward"),
     (of("b"), "1 prompts are fewer than the 3 of one generation"),
 ])  # fmt: skip
 def test_refused_rows(chat_tokenizer, build, dataset, message):

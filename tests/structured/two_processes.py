@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -70,9 +71,9 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     server_module.VLLMClient = lambda *args, **kwargs: client
     server_module.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
     args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
-    of_policy = (args, model, TOKENIZER, Accelerator(cpu=True), Sampling(1.0))
-    options = {"scores_truncated": True, "step": lambda: 3, "failure": lambda: None}
-    server = ServerRollouts(*of_policy, **options, transfer=None)
+    policy = {"model": model, "processing_class": TOKENIZER, "accelerator": Accelerator(cpu=True)}
+    scorer, state = SimpleNamespace(scores_truncated=True), SimpleNamespace(global_step=3)
+    server = ServerRollouts(SimpleNamespace(args=args, scorer=scorer, state=state, **policy), Sampling(1.0))
     server.sync_weights()
     batch, outcomes = random_batch(rank), []
     right = logps_of(model, batch)
