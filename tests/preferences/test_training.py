@@ -1,14 +1,11 @@
 """Runs of the preference methods: checkpoints, the reference model, prepared rows, and continuing other runs."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ebft import train
 from tests.golden.runs import is_of_the_machine
-from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, pairs, trained, write_inputs
+from tests.preferences.runs import TRAINERS, pairs, trained, write_inputs
 from tests.preferences.test_losses import completions
 
 
@@ -93,36 +90,3 @@ def test_prepared_rows_are_left_as_they_are(method, tmp_path):
     second = trained(method, tmp_path, **keys)
     assert sorted(path for path in prepared.rglob("*") if path.is_file()) == files
     assert logged(plain) == logged(first) == logged(second)
-
-
-def ebft_config(folder, **changes):
-    ebft = {"mode": "strided", "stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 2}
-    keys = {"rl": "ebft", "ebft": ebft, "datasets": [{"path": str(folder / "texts.jsonl"), "type": "completion"}]}
-    return config_of("ebft", folder, **{**keys, "sequence_len": 64, "max_steps": 2, **changes})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", TRAINERS)
-def test_an_adapter_goes_from_ebft_to_preferences_and_back(method, tmp_path):
-    write_inputs(tmp_path)
-    texts = [{"text": row["question"] + " " + row["chosen"]} for row in pairs()]
-    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    train(ebft_config(tmp_path, output_dir=str(tmp_path / "first")))
-    keys = {"lora_model_dir": str(tmp_path / "first"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    second = trained(method, tmp_path, **keys)
-    start = weights(tmp_path / "first")
-    assert any(not torch.equal(start[name], weights(tmp_path / "out")[name]) for name in start)
-    if method in WITH_REFERENCE:  # the policy is compared with the adapter that it started from
-        reference = {n: w for n, w in second.model.named_parameters() if ".ref." in n}
-        assert len(reference) == len(start) and not any(weight.requires_grad for weight in reference.values())
-        for name, value in start.items():
-            key = name.replace(".lora_A.", ".lora_A.ref.").replace(".lora_B.", ".lora_B.ref.")
-            assert torch.equal(reference[key], value)
-        first = second.trainer.state.log_history[0]
-        assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)
-    again = trained(method, tmp_path, **{**keys, "output_dir": str(tmp_path / "again"),
-                                         "resume_from_checkpoint": str(tmp_path / "out/checkpoint-2")})  # fmt: skip
-    assert logged(again) == logged(second)
-    third = train(ebft_config(tmp_path, output_dir=str(tmp_path / "third"), lora_model_dir=str(tmp_path / "out")))
-    assert third.trainer.state.global_step == 2
-    assert list(third.model.peft_config) == ["default"]

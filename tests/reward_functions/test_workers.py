@@ -1,14 +1,13 @@
 """Reward functions in worker processes: alarms, time limits, crashes, and what is refused."""
 
 import os
-import sys
 import time
 import warnings
 from pickle import PicklingError
 
 import pytest
 
-from ebft.errors import ConfigError, RewardError
+from ebft.errors import RewardError
 from ebft.reward_functions.processes import RewardWorkers, run_in_workers
 from tests.reward_functions import functions
 
@@ -61,14 +60,6 @@ def test_a_dead_process_is_replaced(workers, tmp_path):
     assert pool.parallel(functions.crashes_once)(prompts=A_GROUP, flag=[flag, flag]) == [3, 3]
     with pytest.warns(UserWarning, match=message):
         assert pool.parallel(functions.crashes_for_some)(prompts=["crash", "crash", "a", "a"]) == [None, None, 2, 2]
-
-
-def test_functions_that_cannot_be_imported_are_an_error(workers, monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "typed", typed := lambda **columns: [], raising=False)
-    typed.__module__, typed.__qualname__ = "__main__", "typed"  # as in a notebook
-    message = r'exit code 1. before a call.*import it from __main__; .*if __name__ == "__main__":.*notebook'
-    with pytest.raises(ConfigError, match=message):
-        workers().parallel(typed)(prompts=A_GROUP)
 
 
 def test_what_runs_in_this_process(workers):
