@@ -18,6 +18,14 @@ def call(client, replies, rows, names, **more):
     return reward(prompts=replies, completions=completions, **columns)
 
 
+def test_each_row_is_scored_by_its_server(gym, client):
+    math = gym.resources("math", lambda body: float(text_in(body) == body["answer"]))
+    length = gym.resources("length", lambda body: len(text_in(body)) / 10)
+    rows = [row("?", answer="4"), row("?"), row("?", answer="4")]
+    assert call(client, ["4", "abc", "5"], rows, ["math", "length", "math"]) == [1.0, 0.3, 0.0]
+    assert len(math.requests) == 2 and len(length.requests) == 1
+
+
 def test_the_protocol_of_the_page_is_the_one_that_is_read():
     page = blocks_of(ROOT / "docs" / "nemo-gym.md")
     listed = next(block.code for block in page if block.title == "NeMo Gym: the servers")

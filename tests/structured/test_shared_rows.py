@@ -8,6 +8,7 @@ from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.shared_prompt import Rows
+from ebft.structured.trl import ROW, by_group
 from tests.strided.test_cost import count_tokens
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import one_step, rows
@@ -108,6 +109,17 @@ def test_long_rows_with_changing_rotary_frequencies_are_separate(chat_tokenizer,
     one_step(trainer)
     assert any("sequences of more than 40 tokens" in str(warning.message) for warning in recwarn) == (not shares)
     assert counts == [shares] * 3 and trainer.scorer.reference_logps is None
+
+
+def test_micro_batches_keep_groups_together():
+    batches = []
+    for part in torch.tensor([5, 0, 3, 7, 1, 6, 2, 4]).split(4):
+        batches.append({ROW: part, "ids": part[:, None] * 10, "count": torch.tensor(8), "no": None})
+        batches[-1]["names"] = [str(i) for i in part.tolist()]
+    first, second = by_group(batches, 2)
+    assert first[ROW].tolist() == [5, 4, 0, 1] and second[ROW].tolist() == [3, 2, 7, 6]
+    assert first["ids"].flatten().tolist() == [50, 40, 0, 10] and second["names"] == ["3", "2", "7", "6"]
+    assert first["count"] == 8
 
 
 def test_prompts_that_occur_twice_keep_their_references():
