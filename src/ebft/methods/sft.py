@@ -132,7 +132,7 @@ class SFT(Method):
         return own
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.batches import pack_rows
+        from ebft.data.batches import JoiningCollator, pack_rows
         from ebft.models.causal_lm import unwrap_adapter
 
         if common["args"].use_liger_kernel:
@@ -148,7 +148,6 @@ class SFT(Method):
 
             common["data_collator"] = StreamCollator(tokenizer.pad_token_id)
             return StreamTrainer(order_of(config), packs=config.pretrain_multipack_attn, model=model, **common)
-        from ebft.data.batches import JoiningCollator
         from ebft.sft.trainer import SFTTrainer
 
         collator = JoiningCollator(tokenizer.pad_token_id)
