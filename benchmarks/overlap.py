@@ -17,6 +17,7 @@ import io
 import json
 import os
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -25,11 +26,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.measuring import RESULTS, machine, parser_of, quiet_folder, rounded, store
 from benchmarks.presets import build_model, find_preset
-from benchmarks.run_files import Steps
 from benchmarks.train_overhead import library, write_texts
 from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer
 from ebft.run.config.schema import RunConfig
@@ -53,6 +53,16 @@ OPTIONS = {
 TRAINING = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_timeout": 60}
 TRAINING |= {"logging_steps": 1, "learning_rate": 1e-4, "gradient_checkpointing": False, "save_strategy": "no"}
 TRAINING |= {"report_to": "none", "disable_tqdm": True}
+
+
+class Steps(TrainerCallback):
+    """The time at the start of every step."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.starts.append(time.perf_counter())
 
 
 def main(arguments: list[str] | None = None) -> None:

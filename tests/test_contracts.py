@@ -214,12 +214,6 @@ def test_undocumented_names_are_imported_in_one_file_alone():
             assert not unlisted, f"{path}: import {sorted(unlisted)} of {module} in transformers_internals.py"
 
 
-def test_no_name_is_used_that_transformers_warns_of():
-    deprecated = re.compile(r"\b(is_gradient_checkpointing|gradient_checkpointing_(en|dis)able)\b")
-    found = [path for path in ROOT.rglob("*.py") if deprecated.search(path.read_text(encoding="utf-8"))]
-    assert not found, "since transformers 5.24 they are activation_checkpointing"
-
-
 def test_what_is_private_in_other_objects_is_touched_in_one_file_alone():
     # Of torch's own private names two are used, `Module._modules` and `Tensor._version`, `_replace` of named tuples is
     # public, and operators have names of

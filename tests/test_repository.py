@@ -35,21 +35,6 @@ def test_the_table_of_versions_has_those_that_are_tested():
     assert rows == [(name, bounds[name], PINNED[name], newest[name]) for name, *_ in rows] and len(rows) >= 8
 
 
-def test_the_workflow_the_templates_and_the_container_name_what_there_is():
-    jobs = load(".github/workflows/ci.yml")["jobs"]
-    assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
-    targets = re.findall(r"make ([\w-]+)", (ROOT / ".github/workflows/ci.yml").read_text())
-    assert targets and all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets)
-    for name in ("bug", "question"):
-        template = load(f".github/ISSUE_TEMPLATE/{name}.yml")
-        assert template["name"] and template["description"]
-        assert all(part["id"] and part["attributes"]["label"] for part in template["body"])
-    container = (ROOT / "Dockerfile").read_text()
-    assert "g++" in container and "python3-dev" in container and "--user $(id -u)" in container
-    copied = re.findall(r"^COPY (.+) \S+$", container, re.M)
-    assert copied and all((ROOT / name).exists() for line in copied for name in line.split())
-
-
 def test_the_lock_has_the_requirements_of_the_package_and_public_addresses_alone():
     text = (ROOT / "uv.lock").read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^/\"]+", text)) == {"https://pypi.org", "https://files.pythonhosted.org"}

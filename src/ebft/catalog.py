@@ -7,11 +7,10 @@ import json
 import os
 from dataclasses import dataclass
 from glob import has_magic
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from ebft.errors import DataError, EBFTError, FetchError, ModelError, cause, shortened
+from ebft.errors import DataError, EBFTError, ModelError, cause, shortened
 from ebft.files import check_regular, exists
 
 # Written when `ebft fetch` has finished a folder: the origin of its content, and the sizes of its files.
@@ -95,10 +94,6 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
         return sizes if found == model.origin else None
     except (ValueError, TypeError):  # an incomplete file
         return None
-    except OSError as error:
-        raise ModelError(
-            f"{mark} cannot be read ({error.strerror}). Correct its permissions, or set EBFT_CACHE to another cache."
-        ) from error
 
 
 def is_gguf(name: str) -> bool:
@@ -111,12 +106,6 @@ def as_folder(gguf: str) -> str:
     return f"Convert it once with `ebft fetch {gguf} --output DIR`, and set base_model: DIR without gguf_file."
 
 
-def require_gguf(what: str) -> None:
-    """Raise ModelError if the package that reads GGUF files, such as `what`, is missing."""
-    if find_spec("gguf") is None:
-        raise ModelError(f"{what} is a GGUF file, which requires the package gguf: pip install gguf")
-
-
 def nearest_model(name: str) -> str | None:
     """The known model that has the hub id `name`, or else the most similar name, if any."""
     made_from = next((known for known, model in MODELS.items() if model.hub_id.lower() == name.lower()), None)
@@ -127,15 +116,7 @@ def cache_dir() -> Path:
     """`$EBFT_CACHE`, else `$XDG_CACHE_HOME/ebft`, else `~/.cache/ebft`, as an absolute path; it may not exist yet."""
     own, shared = os.environ.get("EBFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     folder = Path(own) if own else Path(shared) / "ebft" if shared else Path("~/.cache/ebft")
-    return expanded(folder)
-
-
-def expanded(path: Path) -> Path:
-    """The absolute path, with `~` replaced by the home folder. Raises FetchError if there is no such user."""
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError as error:
-        raise FetchError(f"{path} begins with the home folder of an unknown user. Correct the path.") from error
+    return folder.expanduser().absolute()
 
 
 REACH_TIMEOUT = 5.0  # seconds; the Hub client alone retries for half a minute before it gives up

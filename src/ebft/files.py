@@ -206,10 +206,7 @@ def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
 
 def json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises OSError if it cannot be read, and ValueError if it does not contain one."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError(f"expected an object, got {found!r:.60}")
     return found

@@ -16,9 +16,9 @@ from typing import Any
 
 from cells import HERE, ROWS, TINY_ROWS, Study, config_file
 
-from ebft.tools.quickstart import catalogs
-from ebft.tools.quickstart.catalogs import Wheel
+from ebft.tools.quickstart import smollm2 as catalogs
 from ebft.tools.quickstart.run import fingerprint
+from ebft.tools.quickstart.smollm2 import Wheel
 from ebft.tools.quickstart.tiny import number_of, save_random_model, standard_library
 
 Row = dict[str, Any]

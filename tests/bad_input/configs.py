@@ -11,8 +11,6 @@ CHECK = "config --check run.yaml"
 FILES = [
     bad("python object", "run.yaml", config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
         command=CHECK, absent=("pwned",)),
-    bad("several values", "learning_rate", "seed", config={"learning_rate": "x" * 10_000, "seed": -1}, command=CHECK),
-    bad("file does not exist", "nothing.yaml", command="config --check nothing.yaml"),
     bad("folder", "folder.yaml", files={"folder.yaml/a": "x"}, command="config --check folder.yaml"),
 ]  # fmt: skip
 
@@ -22,8 +20,6 @@ UNUSUAL = [
     good("an environment variable", config={"output_dir": "${HOME}/out", "vllm": {"env": {"HF_TOKEN": "$HF_TOKEN"}}},
          command=CHECK, warns=("output_dir: '${HOME}/out'", "vllm.env.HF_TOKEN: '$HF_TOKEN'", "not replaced"),
          why="a folder can have this name, and PyYAML and axolotl do not replace variables either"),
-    good("dollars that are ordinary text", command=CHECK, unwarned=("replaced",),
-         config={"chat_template": "{{ '${x}' }}", "tokens": ["${x}"], "wandb_name": "costs $5", "output_dir": "a$b"}),
     good("one held-out document", config={"val_set_size": 1e-9},
          why="a fraction holds out at least one document, which small data sets rely on"),
     good("more workers than cores", config={"dataloader_num_workers": 999},

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,6 @@ def parquet(table: dict[str, list]) -> Any:
     return write
 
 
-def truncated(path: Path) -> None:
-    parquet({"text": [TEXT] * 100})(path)
-    path.write_bytes(path.read_bytes()[:-20])
-
-
 def pickled(path: Path) -> None:
     class Evil:
         def __reduce__(self):
@@ -61,12 +55,6 @@ def saved(path: Path) -> None:
         file.write_bytes(file.read_bytes()[:50])
 
 
-def looped(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to(path)
-
-
-CHAT = {"type": "ebft_strided_chat.transform", "template": "chatml"}
 PAIR = {"type": "ebft_strided_structured.transform"}
 SFT = {"rl": None, "ebft": None}
 STREAM = SFT | {"streaming": True}
@@ -107,22 +95,13 @@ READ_IN_TWO_WAYS = [
     *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode())),
     *both("only a header", "text\n", file="d.csv"),
     *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
-    *both("a csv of blank lines", "\n\n", file="d.csv"),
     *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "utf-8", file="d.csv"),
-    *both("a late field", "text,b\n" + "a,b\n" * 3000 + "a,b,c\n", "line 3002", file="d.csv"),
     *both("cut off arrow", arrow(400, 9000), "Arrow", file="d.arrow"),
-    *both("parquet without a row", parquet({"text": []}), file="d.parquet"),
 ]  # fmt: skip
 
 FILES = [
-    rows("blank jsonl", "\n\n  \n", "empty"), rows("null in json", "null", file="d.json"),
-    rows("integer of 5000 digits", '{"text": "a", "n": ' + "9" * 5000 + "}", "line 1"),
-    rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
-    rows("deep nesting", '{"text": ' + "[" * 5000 + "]" * 5000 + "}\n"),
+    rows("null in json", "null", file="d.json"), rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
     rows("half of a pair", GOOD_LINE + '{"text": "\\ud83d"}\n', "surrogates"),
-    rows("csv without a header", "a b c\nd e f\n", "text", file="d.csv"),
-    rows("cut off parquet", truncated, file="d.parquet"),
-    rows("json read as parquet", GOOD_LINE, ds_type="parquet"),
     dataset("damaged save_to_disk", "saved", path="saved", files={"saved": saved}),
 ]  # fmt: skip
 
@@ -142,38 +121,24 @@ TEMPLATES = [
     if number == 0 or type == "chat_template"
 ]  # fmt: skip
 
-PICKLES = [
-    bad("a pickle", "d.pkl", config=entry(path="d.pkl"), files={"d.pkl": pickled}, absent=("pwned",)),
-]
+PICKLES = [bad("a pickle", "d.pkl", config=entry(path="d.pkl"), files={"d.pkl": pickled}, absent=("pwned",))]
 
 PLACES = [
     dataset("missing file", "nothing.jsonl", path="nothing.jsonl"),
-    dataset("FIFO", "d.jsonl", path="d.jsonl", files={"d.jsonl": os.mkfifo}),
-    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"), dataset("long path", "path", path="a" * 5000),
+    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"),
     dataset("a pattern as path", "*.jsonl", "data_files: '*.jsonl'", path="d/*.jsonl", files={"d/a.jsonl": ROWS}),
-    dataset("a pattern that matches a broken file", "a1.csv", "line 2", path=".", data_files="a[12].csv",
-            files={"a1.csv": "text\na,b\n", "a2.csv": "text\na\n"}),
     dataset("a variable in a path", "'$DATA/d.jsonl'", "not replaced", path="$DATA/d.jsonl"),
     dataset("a line break in a path", "rows.jsonl", "line break", path="rows.jsonl\n"),
     dataset("device", "/dev/zero", path="/dev/zero", ds_type="text"),
-    dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
-    dataset("slice from past the end", "rows.jsonl", "train[100:]", split="train[100:]"),
-    dataset("missing nested column", "row 0", field="text.a"),
-    dataset("second file broken", "b.jsonl", "line 1", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": "{"}),
     bad("test_datasets broken", "b.jsonl", config={"test_datasets": [{"path": "b.jsonl", "type": "completion"}]},
         files={"b.jsonl": "{"}),
-    bad("all texts null", "without text", config={}, files={"rows.jsonl": [{"text": None}] * 4}),
-    bad("document past the positions", "sequence_len", "128", config={"sequence_len": 4096},
-        files={"rows.jsonl": [{"text": "a b c " * 300}] * 4}),
 ]  # fmt: skip
 
 ROWS_OF_CHATS = [
-    rows("message without content", [{"messages": [{"role": "user"}]}], "content", "row 0", **CHAT),
     rows("no chat template", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
          "chat_template", type="ebft_strided_chat.transform"),
     rows("pair without output", [{"input": "a"}], "output", "row 0", **PAIR),
     structured("prompts too long", [{"input": "a " * 500, "output": "b"}] * 3, "3 "),
-    structured("values of other types", [{"input": "a", "output": "b"}, {"input": "a", "output": ["b"]}], "d.jsonl"),
 ]  # fmt: skip
 
 # Names that are patterns, and that match the name of another file, which cannot be read.
@@ -204,19 +169,12 @@ VALID = [
          files={"d.csv": "text\n" + "a b c d \0 e f g h i j k l\n" * 2}),
     good("fewer fields than columns", why="missing fields are empty", config=entry(path="d.csv"),
          files={"d.csv": "text,b\n" + "a b c d e f g h i j k l\n" * 2}),
-    good("compressed csv", why="the datasets library unpacks it", config=entry(path="d.csv"),
-         files={"d.csv": gzip.compress(b"text\n" + b"a b c d e f g h i j k l\n" * 2)}),
     *(good(name, config=entry(path="d.jsonl", type="completion") | STREAM, files={"d.jsonl": text})
       for name, text in (("stream: rows of other columns", GOOD_LINE + '{"other": "a"}\n' + GOOD_LINE),
                          ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE))),
-    valid("absolute data_files", path=".", data_files="~/d/*.jsonl", files={"d/a.jsonl": ROWS}),
     *(valid(f"JSON object over lines, {text!r:.20}", path="d.json", files={"d.json": text})
       for text in ('\n{"n": 1,\n"text": ' + json.dumps(TEXT * 2) + "}\n" + GOOD_LINE,
                    '{"n": {"a": 1}\n, "text": ' + json.dumps(TEXT * 2) + "}")),
-    valid("Windows line ends", path="d.jsonl", files={"d.jsonl": GOOD_LINE.replace("\n", "\r\n").encode() * 2}),
-    valid("rows with more columns", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": TEXT * 2, "id": 5}]}),
-    good("structured pairs",
-         config={**STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
 CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *FILES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

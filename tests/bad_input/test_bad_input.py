@@ -1,9 +1,12 @@
 """Every case of bad input gives one clear error, and every valid case is accepted."""
 
+import shutil
+
 import pytest
+import torch
 
 from tests.bad_input import configs, data_files, folders, models, user_code
-from tests.bad_input.cases import complaint, invoke, prepare
+from tests.bad_input.cases import bad, complaint, good, invoke, prepare
 
 TABLES = {module.__name__.rpartition(".")[2]: module.CASES for module in (
     configs, data_files, models, user_code, folders)}  # fmt: skip
@@ -16,3 +19,15 @@ def test_case(table, case, tmp_path, tiny_llama_dir, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     prepare(case, tmp_path, tiny_llama_dir)
     assert complaint(case, invoke(case, tmp_path), tmp_path) is None
+
+
+def test_a_pickle_in_a_checkpoint_is_not_run(tmp_path, tiny_llama_dir):
+    first = good("first", config={"save_strategy": "steps", "save_steps": 1}, trains=True)
+    prepare(first, tmp_path, tiny_llama_dir)
+    assert invoke(first, tmp_path).trained
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        shutil.copytree(tmp_path / "out" / "checkpoint-1", tmp_path / name)
+        torch.save({"state": models.Evil(str(tmp_path / "pwned"))}, tmp_path / name / name)
+        again = bad("again", command=f"train run.yaml max_steps=2 resume_from_checkpoint={name}", trains=True)
+        assert invoke(again, tmp_path).code != 0, name
+        assert not (tmp_path / "pwned").exists()

@@ -198,29 +198,6 @@ def test_runs_without_a_finite_loss_are_wrong(setting, monkeypatch):
     assert report.content["wrong"] == [f"{name}: losses [nan]" for name in ("generate", "colocate", "managed")]
 
 
-PRETEND = """
-import tempfile, warnings
-from pathlib import Path
-from tests.devices.pretend import pretend_device, register
-
-register()
-from benchmarks import gpu_parts
-
-with pretend_device() as device, tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
-    setting, report = gpu_parts.Setting(device, "tiny", Path(folder)), gpu_parts.Report()
-    gpu_parts._strided_errors(setting, report, "float32", "strided", {}, None)
-    gpu_parts._structured_errors(setting, report, "float32")
-    assert len(report.content["rows"]) == 2 and "wrong" not in report.content, report.content
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a real accelerator")
-def test_exactness_mixes_no_devices():
-    done = subprocess.run([sys.executable, "-c", PRETEND], cwd=gpu.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_plan_needs_only_the_standard_library():
     """`make gpu OPTIONS=--plan` in a clone where nothing is installed, with an interpreter without packages."""

@@ -1,12 +1,10 @@
 """Benchmarks as a user runs them, at the size of a test."""
 
 import json
-import platform
 
 import pytest
-import torch
 
-from benchmarks import freed_memory, precision, sft_packing, shared_prompt
+from benchmarks import precision, sft_packing, shared_prompt
 
 
 def run(benchmark, folder, *arguments):
@@ -16,14 +14,6 @@ def run(benchmark, folder, *arguments):
     result = json.loads(output.read_text(encoding="utf-8"))
     assert {"commit", "device", "torch", "transformers"} <= set(result["card"])
     return result
-
-
-@pytest.mark.slow  # two processes that import torch
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc")
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the setting is for training on CPU")
-def test_freed_memory_is_measured_in_separate_processes(tmp_path):
-    ways = run(freed_memory, tmp_path, "--tiny", "--rounds", "1")["ways"]
-    assert ways["kept"]["page_faults"] < ways["default"]["page_faults"]  # how much depends on the layout of the heap
 
 
 def test_all_ways_of_packing_run_on_the_same_documents(tmp_path):

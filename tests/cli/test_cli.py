@@ -47,20 +47,12 @@ def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
 
 @pytest.mark.parametrize(("arguments", "code", "texts"), [
     ("config", 0, ["base_model", "ebft.stride = 8", "trl.num_generations", "datasets.N.path = required"]),
-    ("config stride", 0, ["ebft.stride", "-learning_rate"]),
-    ("config strde", 2, ["No key contains 'strde'"]),
+    ("config stride", 0, ["ebft.stride", "-learning_rate"]), ("config strde", 2, ["No key contains 'strde'"]),
     ("config run.yaml", 2, ["`ebft config --check run.yaml`"]),
-    ("config --josn-schema", 2, ["'--josn-schema'. Did you mean --json-schema?"]),
     ("config --check run.yaml --learning_rate 1e-4 --seed=7", 0, ["learning_rate: 0.0001", "seed: 7"]),
     ("config --check run.yaml --datasets.0.split test --bf16 --no-tf32", 0, ["'test'", "bf16: True", "tf32: False"]),
-    ("config --seed 7 --check run.yaml --bf16 --fp16 No --tf32 1", 0, ["seed: 7", "bf16: True", "tf32: True"]),
-    ("config --check run.yaml --fsdp seed=7", 0, ["fsdp: True", "seed: 7"]),
     ("config --check run.yaml --no-bf16 true", 2, ["has no value. Write --no-bf16 alone, or --bf16 VALUE."]),
-    ("preprocess --max-steps many --bf16 run.yaml", 2, ["max_steps: invalid value 'many'"]),
-    ("train --max-steps 7", 2, ["Missing argument 'CONFIG'"]),
-    ("config --learning-rate --check run.yaml", 2, ["Error: --learning-rate requires a value: "]),
     ("config --check run.yaml --stride 4", 2, ["'--stride'. Did you mean --ebft.stride?"]),
-    ("config --check run.yaml --xyz 1", 2, ["Unknown option '--xyz'. Run `ebft config`"]),
     ("train run.yaml learning_rte=1", 2, ["'learning_rate'", "^Error: "]),
     ("--show-completion bash", 0, ["complete"]),
 ])  # fmt: skip

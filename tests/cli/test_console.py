@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from ebft import load_config
 from ebft.errors import ConfigError
-from ebft.run.training import _whitening
 from ebft.tools import console
 from tests.cli.conftest import ENVIRONMENT
 from tests.run.test_methods import run_file
@@ -47,15 +45,6 @@ def test_the_log_level_applies_to_all_libraries(monkeypatch):
     monkeypatch.setenv("EBFT_LOG_LEVEL", "verbose")
     with pytest.raises(ConfigError, match="EBFT_LOG_LEVEL: invalid value 'verbose'; expected debug, info, warning or"):
         console.set_log_level()
-
-
-@pytest.mark.parametrize(("keys", "expected"), [
-    (["bf16=true"], "features are computed in bfloat16, so differences between samples below 0.016 of"),
-    (["bf16=true", "ebft.whitening_space=sample"], ""), ([], ""),
-])  # fmt: skip
-def test_the_start_of_a_run_names_the_rounding_of_whitening(run_file, keys, expected):
-    found = _whitening(load_config(run_file, ["ebft.use_whitening=true", "bf16=false", *keys]))
-    assert expected in found and bool(found) == bool(expected)
 
 
 def in_shell(words, redirection=""):

@@ -1,11 +1,8 @@
 """`ebft inference` as a command."""
 
-import contextlib
 import json
 import shutil
-import subprocess
 
-import pytest
 from typer.testing import CliRunner
 
 from ebft.run.config.schema import load_config
@@ -15,7 +12,6 @@ from ebft.tools.inference.models import model_in_folder
 from ebft.tools.inference.sampling import Sampler, SamplingOptions
 from tests.cli.conftest import TERMINAL, flat
 from tests.inference.conftest import config_file, folders
-from tests.terminal import Terminal, ebft_command
 
 __all__ = ["config_file", "folders"]
 OPTIONS = ("--max-new-tokens", "8", "--temperature", "0")
@@ -50,13 +46,6 @@ def test_a_prompt_is_continued_as_text_if_the_model_was_trained_on_text(folders,
         assert ebft("inference", source, "--prompt", "say 3", "--chat", *OPTIONS).stdout.strip("\n") == answer
 
 
-def test_base_and_tuned_side_by_side(folders, ebft, refused):
-    result = ebft("inference", folders["adapter"], "--prompt", "say 3", "--compare", *OPTIONS)
-    assert result.exit_code == 0 and " base " in result.stdout and " tuned " in result.stdout
-    said = refused("inference", folders["full"], "--prompt", "say 3", "--compare", *OPTIONS)
-    assert "Give it with --base-model" in said
-
-
 def scored(ebft, source, *more):
     arguments = ("--prompt", "say 3", "--reference", "it is 3", "--samples", "3", "--seed", "1", *OPTIONS[:2])
     result = ebft("inference", source, *arguments, *more)
@@ -79,45 +68,3 @@ def test_a_folder_is_scored_with_the_settings_of_its_run(folders, config_file, e
     for folder in (run, run / "checkpoint-3"):
         found, settings = scored(ebft, folder)
         assert found == expected and "diversity_coef: 0.5" in settings and f"(from {run / 'run.json'})" in settings
-
-
-def test_a_folder_with_checkpoints_alone_names_the_newest(folders, config_file, ebft, refused, tmp_path):
-    folder = tmp_path / "unfinished"
-    newest, config = folder / "checkpoint-12", config_file(output_dir=str(folder))
-    shutil.copytree(folders["adapter"], newest)
-    (newest / "trainer_state.json").write_text(json.dumps({"global_step": 12}))
-    assert refused("inference", folder, "--prompt", "say 3").endswith(f"to use the newest: ebft inference {newest}")
-    said = refused("merge-lora", config)
-    assert "does not contain an adapter" in said and said.endswith(str(newest))
-    result = ebft("inference", config, "--lora-model-dir", newest, "--prompt", "say 3", *OPTIONS)
-    assert result.stdout.strip("\n") == greedy(folders["adapter"], [{"role": "user", "content": "say 3"}])
-
-
-def test_errors(folders, refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    prompt = ["--prompt", "a"]
-    for arguments, message in (
-        ([".", *prompt], "contains no trained model. Give a config file"),
-        ([".", "seed=1", *prompt], "overrides require a config"),
-        ([".", *prompt, "--reference", "b", "--temperature", "0"], "Use --samples 1"),
-        ([folders["adapter"], *prompt, "--samples", "8"], "Add --reference"),
-        ([folders["adapter"]], "The prompt is empty"),
-    ):  # fmt: skip
-        assert message in refused("inference", *arguments)
-
-
-@pytest.mark.slow
-def test_a_session_in_a_terminal(folders):
-    terminal = Terminal(ebft_command("inference", str(folders["adapter"]), *OPTIONS), {"NO_COLOR": "1", "TERM": "dumb"})
-    try:
-        terminal.wait_for(lambda _: terminal.output.endswith(b"tuned> "))
-        terminal.press("say 3\n")
-        terminal.wait_for(lambda _: terminal.output.count(b"tuned> ") == 2 and terminal.output.endswith(b"tuned> "))
-        while terminal.process.poll() is None:  # a key before the prompt waits for input may only clear the line
-            terminal.press("\x03")
-            with contextlib.suppress(subprocess.TimeoutExpired):  # long: Ctrl-C would kill a process that is exiting
-                terminal.process.wait(30)
-    finally:
-        terminal.close()
-    assert terminal.process.returncode == 0
-    assert b"Traceback" not in terminal.output and b"chat. /help" in terminal.output

@@ -66,7 +66,6 @@ def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
-    (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
     (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
     (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
 ])  # fmt: skip
@@ -76,11 +75,7 @@ def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
     assert re.search(expected, plain(result.stdout))
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["sequence_len=6"], "No usable rows are left: a block needs"),
-    (["val_set_size=9"], "leaves 0 usable documents for training"),
-])  # fmt: skip
-def test_errors_are_one_message_and_leave_no_rows(refused, run_file, tmp_path, arguments, message):
-    said, base = refused("preprocess", run_file, *arguments), tmp_path / "last_run_prepared"
-    assert said.count("Error: ") == 1 and message in said
+def test_an_error_is_one_message_and_leaves_no_rows(refused, run_file, tmp_path):
+    said, base = refused("preprocess", run_file, "val_set_size=9"), tmp_path / "last_run_prepared"
+    assert said.count("Error: ") == 1 and "leaves 0 usable documents for training" in said
     assert not base.exists() or not [path for path in base.iterdir() if path.is_dir()]

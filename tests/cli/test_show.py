@@ -53,26 +53,10 @@ def test_data_does_not_control_the_terminal(ebft, tmp_path):
     assert f"rewards/{HOSTILE}" in json.loads(ebft("show", folder, "--json").stdout)[0]["terms"]
 
 
-@pytest.mark.parametrize(("arguments", "completions"), [
-    (["--worst"], ["completion 0 of step 0", "completion 1 of step 0"]),
-    (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),
-])  # fmt: skip
-def test_the_choice_as_json(ebft, run, arguments, completions):
-    found = json.loads(ebft("show", run, *arguments, "--count", "2", "--json").stdout)
-    assert [sample["completion"] for sample in found] == completions
+def test_the_choice_as_json(ebft, run):
+    found = json.loads(ebft("show", run, "--sort", "diversity", "--step", "3", "--count", "2", "--json").stdout)
+    assert [sample["completion"] for sample in found] == ["completion 0 of step 3", "completion 1 of step 3"]
     assert found[0]["prompt"] == "def add(a, b):\n" and found[0]["terms"]["length"] == 8
-
-
-def test_what_cannot_be_shown(refused, run, tmp_path):
-    said = refused("show", run, "--sort", "rewad")
-    assert "no rollout has a term 'rewad'. Choose from reward, alignment, diversity" in said
-    assert "no rollouts of step 77. It has steps 0 to 8" in refused("show", run, "--step", "77")
-    (tmp_path / "rollouts.jsonl").unlink()
-    write_run(tmp_path)
-    (tmp_path / "run.json").write_text('{"config": {"rl": "ebft", "ebft": {"mode": "strided"}}}')
-    assert "Set log_rollouts: few, or all, in the config" in refused("show", tmp_path)
-    (tmp_path / "rollouts.jsonl").write_text("broken\n")
-    assert "no rollouts yet, or its files cannot be read" in refused("show", tmp_path)
 
 
 def test_the_pager_gets_the_rollouts(run):

@@ -113,21 +113,3 @@ def test_training_goes_on_if_the_dashboard_is_killed(in_terminal, run_file, tmp_
     second.wait_for(lambda screen: "ended without a final state" in screen)
     second.press("q")
     assert second.end() == 0
-
-
-@pytest.mark.slow
-def test_training_goes_on_or_shows_its_last_lines_if_the_dashboard_ends(run_file, tmp_path, monkeypatch, capsys):
-    from ebft.tools.dashboard.tui import TrainingDashboard
-
-    def fail(self):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(tui, "check_terminal", lambda command: None)
-    monkeypatch.setattr(TrainingDashboard, "run", fail)
-    assert tui.train_with_dashboard([str(run_file), "rl=", "max_steps=2"], tmp_path / "out") == 0
-    printed = capsys.readouterr()
-    assert "a bug" in printed.err and f"Model saved in {tmp_path / 'out'}" in printed.out
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
-    monkeypatch.setattr(TrainingDashboard, "run", lambda self: "closed")
-    assert tui.train_with_dashboard([str(run_file), "base_model=does/not-exist"], tmp_path / "failed") == 2
-    assert "does/not-exist" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.processes import alive, eventually, free_port, pids_in
+from tests.serving.processes import alive, free_port, pids_in
 
 SERVING = Path(__file__).parents[1] / "serving"
 RUN = """{base_model: nowhere/model, rl: ebft, trl: {use_vllm: true}, datasets: [{path: unused, type: completion}],
@@ -68,11 +68,3 @@ def test_a_signal_ends_everything(serve, tmp_path):
     assert rest == "" and "The vLLM server was stopped." in errors and "Traceback" not in errors
     assert alive(started) == []
     assert "stand-in: started" in (tmp_path / "out" / "vllm.log").read_text()
-
-
-def test_a_killed_command_leaves_nothing(serve, tmp_path):
-    pids = tmp_path / "pids"
-    process = serve(program=stand_in(pids))
-    process.stdout.readline()
-    process.kill()
-    assert eventually(lambda: not alive(pids_in(pids)))

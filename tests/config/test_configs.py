@@ -1,12 +1,12 @@
 """The nine configs of the guide and our own examples load as they are, with the warnings they deserve."""
 
-import warnings
 from pathlib import Path
 
 import pytest
 
 from ebft.run.checks import check_runnable
 from ebft.run.config.schema import load_config
+from tests.config.conftest import warned
 
 HERE = Path(__file__).parent
 GUIDE = sorted((HERE / "configs").glob("*.yaml"))
@@ -21,9 +21,7 @@ STRIDED = {"llama-1b-strided", "llama-1b-strided-structured", "llama-3b-strided"
 
 
 def load(path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        return load_config(path), [str(warning.message) for warning in caught]
+    return warned(load_config, path=path)
 
 
 def test_configs_of_the_guide_load_unmodified():
@@ -80,8 +78,6 @@ def test_values_arrive():
     assert config.torch_compile is False and config.attn_implementation is None
     assert config.special_tokens.pad_token == "<|end_of_text|>"
     assert config.datasets[0].split == "train[:5000]"
-    config, _ = load(HERE / "configs" / "llama-1b-strided-structured.yaml")
-    assert config.attn_implementation == "flex_attention"
     config, _ = load(HERE / "configs" / "llama-1b-opencode-novllm.yaml")
     assert config.attn_implementation == "flash_attention_2"
     assert config.wandb_run_id is None and config.trl.num_generations == 4

@@ -19,8 +19,7 @@ def entry(make):
 
 
 @pytest.mark.parametrize(("given", "key", "value"), [
-    ({"field_messages": "talk"}, "field", "talk"),
-    ({"train_on_split": "test"}, "split", "test"),
+    ({"field_messages": "talk"}, "field", "talk"), ({"train_on_split": "test"}, "split", "test"),
     ({"train_on_eot": "all"}, "train_on_eos", "all"),
     ({"message_field_role": "from"}, "message_property_mappings", {"role": "from"}),
     ({"type": "sharegpt"}, "type", "chat_template"),

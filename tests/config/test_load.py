@@ -8,7 +8,7 @@ import pytest
 
 from ebft.config.load import read_values
 from ebft.config.user_functions import find_function
-from ebft.errors import ConfigError, EBFTError
+from ebft.errors import EBFTError
 from ebft.run.checks import check_runnable
 from ebft.run.config.schema import RunConfig, load_config
 from tests.config.conftest import MINIMAL, STRIDED
@@ -98,25 +98,14 @@ def test_other_spellings_of_a_file(tmp_path, text):
     ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
     ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
     ("%YAML 1.1\n---\nbase_model: model\n", ("invalid YAML: configs are read as YAML 1.2",)),
-    ("datasets: &a [*a]\n", ("an alias (*name) refers to a value that contains it",)),
-    ("base_model: model\nseed: !!int abc\n", ("invalid YAML: a value does not have the type",)),
-    ("seed: 012\n", ("line 1: invalid YAML: the number 012 is ambig",)), ("[" * 5000, ("run.yaml",)),
-    ("[a, b]: 1\n", ("run.yaml", "invalid YAML: a key must be a scalar")), ("base_model: m\n~: 1\n", ("unknown key",)),
+    ("[" * 5000, ("run.yaml",)), ("base_model: m\n~: 1\n", ("unknown key",)),
     (PLAIN + "output_dir: >\n  outputs/run\n", ("output_dir", ">-")),
-    (PLAIN + "output_dir: s3://bucket/run\n", ("output_dir: 's3://bucket/run' is a URL",)),
     (PLAIN + "lr_scheduler_kwargs: {a: [.inf]}\n", ("lr_scheduler_kwargs", "finite")),
-    (PLAIN + f"{'x' * 900}: 1\n", ("run.yaml", "unknown key")),
-    (PLAIN + "".join(f"key_{n}: {n}\n" for n in range(500)), ("more",)),
 ])  # fmt: skip
 def test_a_file_that_is_no_config(tmp_path, text, parts):
     path = tmp_path / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert_refused(parts, load_config, path)
-
-
-def test_a_path_that_is_no_file(tmp_path):
-    assert issubclass(ConfigError, EBFTError) and issubclass(EBFTError, ValueError)
-    assert_refused(("absent.yaml", "No such file", "Give the path"), load_config, tmp_path / "absent.yaml")
 
 
 ROW = {"path": "rows.jsonl", "type": "ebft_pretrain.transform"}
@@ -162,25 +151,22 @@ def test_values_at_the_bounds():
 
 @pytest.mark.parametrize(("keys", "unknown", "nearest"), [
     ({"learning_rte": 1.0e-5}, "'learning_rte'", "'learning_rate'"),
-    ({"special_tokens": {"pad": "x"}}, "'special_tokens.pad'", "'special_tokens.pad_token'"),
     ({"stride": 4}, "'stride'", "'ebft.stride'"),
     ({"unlike_anything": 1}, "'unlike_anything'", "Run `ebft config` to list all keys"),
-    ({"num_train_epochs": 2}, "'num_train_epochs'", "Use 'num_epochs' instead"),
-    ({"trl": {"max_new_tokens": 8}}, "'trl.max_new_tokens'", "Use 'trl.max_completion_length' instead"),
 ])  # fmt: skip
 def test_an_unknown_key_names_the_nearest(keys, unknown, nearest):
     assert_refused(("Unknown key", unknown, nearest), RunConfig.from_dict, {**MINIMAL, **keys})
 
 
 OVERRIDES = [
-    ("max_steps=010", "max_s"), ("x" * 5000, "key=value"), ("stride", "'stride': expected key=value", "ebft.stride=4"),
-    ("--learning-rate=1e-4", "written without dashes: learning_rate=1e-4"), ("seed=[", "not valid YAML", "Quote it"),
-    ("base_model.x=1", "cannot set 'x' in 'some/model'"), ("ebft..stride=4", "ebft..stride"),
-    ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"), ("datasets.-1.path=a", "datasets"),
-    ("datasets.².path=a", "not a valid index for a list of length 1"), ("datasets.1.path=a", "type"),
-    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"), ("ebft.stride.0=1", "no keys"),
+    ("x" * 5000, "key=value"), ("stride", "'stride': expected key=value", "ebft.stride=4"),
+    ("--learning-rate=1e-4", "'--learning-rate'"), ("seed=[", "not valid YAML", "Quote it"),
+    ("base_model.x=1", "cannot set 'x' in 'some/model'"),
+    ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"),
+    ("datasets.1.path=a", "type"),
+    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"),
     *((f"learning_rate={text}", "learning_rate") for text in ("1e400", ".nan", "1,5")),
-    ("base_model=!!python/name:os.system", "base_model"), ("chat_template=&a[*a]", "chat_template"),
+    ("chat_template=&a[*a]", "chat_template"),
 ]  # fmt: skip
 
 
@@ -188,7 +174,6 @@ def test_a_wrong_override_says_what_to_type(write):
     path = write("rl: ebft\nebft: {mode: strided, stride: 4}\n")
     for override, *parts in OVERRIDES:
         assert_refused(parts, checked, path, [override])
-    assert_refused(("must be a list",), load_config, path, "seed=1")
 
 
 def test_modules_are_also_found_in_the_folder_of_the_config(tmp_path, monkeypatch):

@@ -1,8 +1,11 @@
 """Every key is documented, and every key has a reader."""
 
 import re
+import runpy
 from pathlib import Path
 from typing import get_args
+
+import pytest
 
 import ebft
 from ebft.config.axolotl import IGNORED_KEYS
@@ -13,6 +16,13 @@ from ebft.run.config.schema import GROUPS, RunConfig
 
 SOURCE = Path(ebft.__file__).parent
 CHECKS = SOURCE / "run/config/combinations.py"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_generated_page_is_fresh(page):
+    assert (DOCS / page).read_text(encoding="utf-8") == PAGES[page](), f"docs/{page} is stale: run make docs"
 
 
 def test_every_key_is_documented_in_one_sentence():

@@ -12,8 +12,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize(("keys", "expected"), [
-    ({}, ["none"]), ({"wandb_project": "p"}, ["wandb"]),
-    ({"wandb_project": "p", "use_wandb": False}, ["none"]),
+    ({}, ["none"]), ({"wandb_project": "p"}, ["wandb"]), ({"wandb_project": "p", "use_wandb": False}, ["none"]),
     ({"use_wandb": True, "use_trackio": True}, ["trackio", "wandb"]),
     ({"report_to": "mlflow", "use_tensorboard": True}, ["mlflow", "tensorboard"]),
 ])  # fmt: skip

@@ -22,23 +22,6 @@ def test_built_in_transforms_fit_their_modes(make):
                 check_transform(name, make(**keys).required_rows)
 
 
-@pytest.mark.parametrize(("keys", "name", "message"), [
-    ({"rl": None}, "ebft_opencode", r"SFT \(rl is not set\) trains on rows of input_ids and labels"),
-    ({"rl": "grpo"}, "completion",
-     "rl: grpo trains on rows of prompt and ground_truth. Use ebft_strided_structured.transform_prompts, "),
-    ({"rl": "ebft"}, "ebft_reasoning.transfrom",
-     "Available functions: .*transform_answer_only, transform_split"),
-])  # fmt: skip
-def test_what_cannot_be_used_says_why(make, keys, name, message):
-    with pytest.raises(DataError, match=message):
-        check_transform(name, make(**keys).required_rows)
-
-
-def test_counterparts_give_the_other_rows():
-    for name, other in TWINS.items():
-        assert {TRANSFORMS[name].rows, TRANSFORMS[other].rows} == {("tokens",), ("prompts",)}
-
-
 @pytest.mark.parametrize(
     ("name", "section"), [(name, "datasets") for name in TWINS] + [("ebft_opencode", "test_datasets")]
 )

@@ -3,8 +3,8 @@
 import pytest
 
 from ebft.tools.dashboard import live as metrics_module
-from ebft.tools.dashboard.live import Curve, Metrics, Series, curves_of, evaluation_changes, healthy_range, range_text
-from ebft.tools.dashboard.panels import axes, band, limits, number, plot
+from ebft.tools.dashboard.live import Curve, Metrics, Series, curves_of, range_text
+from ebft.tools.dashboard.panels import band, limits, number, plot
 from tests.dashboard.runs import STRIDED, held_out_line, log_line
 
 
@@ -43,13 +43,6 @@ def test_the_speed_is_that_of_the_last_logs_of_training():
     assert found.seconds_per_step(since=1_700_000_000.0 + 200) is None  # a single log since then
 
 
-def test_changes_of_evaluations():
-    found = Metrics()
-    for step, value in ((10, 0.3), (20, 0.2), (30, 0.1)):
-        found.add(held_out_line(step, value) | {"eval_runtime": 1.0, "eval_cfm_loss_whitened": 2.0})
-    assert evaluation_changes(found) == [("eval_cfm_loss", 0.3, 0.1), ("eval_ce_loss", 2.4, 2.4)]
-
-
 def test_the_curves_of_runs():
     found = Metrics()
     found.add(log_line(1))
@@ -66,39 +59,16 @@ def test_the_curves_of_runs():
     assert list(curves[1].series) == ["parses", "feature_matching"]
 
 
-def test_healthy_ranges():
-    for title, config, expected in (
-        ("grad_norm", {"rl": "grpo"}, (None, 1.0)),
-        ("kl", {"rl": "gdpo"}, (0.0, 0.5)),
-        ("alignment", {"rl": "ebft", "ebft": {"use_whitening": False}}, None),
-    ):
-        assert healthy_range(title, config) == expected, (title, config)
-    assert [range_text(found) for found in ((0.3, 0.9), (None, 0.1), (2, None))] == ["0.3-0.9", "<0.1", ">2"]
-
-
 def test_axes():
     assert limits([1.0, 2.0], None) == pytest.approx((0.95, 2.05))
     assert limits([0.5, 0.6], (0.35, 0.9)) == pytest.approx((0.3375, 0.6125))  # 0.9 is too far away
     assert limits([3.0], None)[0] < 3.0 < limits([3.0], None)[1] and limits([0.0], None)[1] > 0
     assert limits([0.0, 10.0], None)[0] == 0.0 and limits([-1.0, 1.0], None)[0] < -1
     assert band((0.3, 0.9), 0.0, 0.5) == (0.3, 0.5) and band((None, 0.1), -1.0, 1.0) == (-1.0, 0.1)
-    assert band((0.3, 0.9), 1.0, 2.0) is None and band(None, 0.0, 1.0) is None
-    values = (0, 0.1234, -1.234, 12.34, 999.6, 1234.5, 123456, -0.0033, 0.9996, 0.00018090, -1.2345e-5, -1.2345e-300)
-    texts = "0 0.123 -1.23 12.3 999.6 1234 1.23e5 -0.0033 1 0.000181 -1.23e-5 -1.23e-300"
+    assert band((0.3, 0.9), 1.0, 2.0) is None
+    values, texts = (0, -1.234, 999.6, 1234.5, 123456, -0.0033, 0.9996), "0 -1.23 999.6 1234 1.23e5 -0.0033 1"
     assert [number(value) for value in values] == texts.split()
-
-
-def test_rounding_errors_are_flat():
-    for values in ([1e-9, -3e-9, 2e-9], [0.0, 1e-9, 4e-9], [2.5, 2.5 + 1e-9, 2.5]):
-        loss = Curve("loss", {"loss": series(values)})
-        low, high = axes(loss)[0]
-        assert high - low > 0.01 and low <= min(0.0, values[0]) or low < 2.5 < high
-        drawn = [line[10:].strip() for line in plot(loss, 40, 8).plain.split("\n")[1:-1]]
-        assert sum(map(bool, drawn)) == 1, drawn
-    found = Metrics()
-    for step, rate in enumerate((1e-8, 5e-9, 1e-9)):  # a learning rate is not a rounding error
-        found.add({"step": step, "learning_rate": rate})
-    assert axes(curves_of(found, {})[0])[0][1] < 2e-8
+    assert [range_text(found) for found in ((0.3, 0.9), (None, 0.1), (2, None))] == ["0.3-0.9", "<0.1", ">2"]
 
 
 def test_a_rising_line_is_drawn():

@@ -123,15 +123,6 @@ def test_the_comparison_of_an_evaluation_with_its_intervals(run, tmp_path):
     assert "compared with base" not in Tags(report(run, tmp_path / "result.json")).text
 
 
-def test_a_later_run_that_was_stopped_before_its_first_step(run):
-    assert "A later run" not in report(run)
-    start = {"state": "stopped", "started": 1e9, "error": EVIL}
-    (run / "start.json").write_text(json.dumps(start))
-    found = Tags(report(run)).text
-    assert "A later run in this folder, started 2001-" in found and "stopped before training began" in found
-    assert "This page describes the run before it." in found and "finished, step 100" in found
-
-
 def test_every_run_ends_with_a_report_of_the_settings_in_effect(run_file, tmp_path):
     page = tmp_path / "out" / "report.html"
     keys = ["eval_steps=1", "ebft.log_completions=true", "save_strategy=steps", "save_steps=1"]

@@ -10,7 +10,7 @@ from ebft.monitor.run_files import remove_from_step
 from ebft.tools.dashboard.tui import Dashboard, TrainingDashboard
 from tests.dashboard.runs import append, held_out_line, log_line, strided_entry, write_run
 
-SIZES = [(40, 12), (119, 60), (160, 48)]
+SIZES = [(40, 12), (160, 48)]
 
 
 def screen(app):
@@ -93,11 +93,11 @@ def test_the_states_of_a_run(run):
     )
 
     async def body(app, pilot):
-        for key in "135":
+        for key in "13":
             await pilot.press(key)
             for state, changes, text in states:
                 write_run(run, state, step=100, **changes)
-                shown = {"1": "alignment", "3": changes.get("error", "Too [high]."), "5": "model"}
+                shown = {"1": "alignment", "3": changes.get("error", "Too [high].")}
                 found = await shows(app, pilot, text, "step 100", shown[key])
                 assert ("ETA" in found) == (changes.get("host") == "elsewhere")
 
@@ -107,15 +107,9 @@ def test_the_states_of_a_run(run):
 def test_files_that_grow_break_vanish_and_start_again(run):
     async def body(app, pilot):
         await shows(app, pilot, "63/100", "alignment")
-        await pilot.resize_terminal(160, 48)
-        await shows(app, pilot, "completion 0 of step 62", "Too [high].")
-        await pilot.resize_terminal(80, 24)
-        await asyncio.sleep(0.1)
-        assert "completion 0" not in await shows(app, pilot, "alignment")
         shutil.move(run, run.with_name("away"))
         await shows(app, pilot, "folder not found")
-        for key in "2345123":
-            await pilot.press(key)
+        await pilot.press("3")
         shutil.move(run.with_name("away"), run)
         await shows(app, pilot, "63/100", "running", "Too [high].")
         await pilot.press("1")
@@ -148,8 +142,8 @@ def test_files_that_grow_break_vanish_and_start_again(run):
 class Process:
     """A training process as the dashboard sees it."""
 
-    def __init__(self, runs=True):
-        self.runs, self.interrupts, self.pid = runs, 0, 1
+    def __init__(self):
+        self.runs, self.interrupts, self.pid = True, 0, 1
 
     def is_running(self):
         return self.runs
@@ -160,7 +154,7 @@ class Process:
 
 @pytest.mark.parametrize(
     ("keys", "result", "interrupts"),
-    [(["q", "c", "q", "escape", "q", "l"], "left", 0), (["q", "s"], None, 1), (["ctrl+c", "ctrl+c"], None, 2)],
+    [(["q", "c", "q", "l"], "left", 0), (["q", "s"], None, 1), (["ctrl+c", "ctrl+c"], None, 2)],
 )
 def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrupts):
     process = Process()
@@ -178,37 +172,3 @@ def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrup
 
     app = dashboard(run, body, make=TrainingDashboard, training=process)
     assert app.return_value == (result or "closed") and process.interrupts == interrupts
-
-
-def test_the_end_of_training_closes_the_question_and_removes_its_key(run):
-    """Also if its process has not exited yet."""
-    process = Process()
-
-    async def body(app, pilot):
-        assert "Stop" in await shows(app, pilot, "63/100", "Stop")
-        await pilot.press("q")
-        await shows(app, pilot, "Training is running.")
-        write_run(run, "finished", step=100, pid=process.pid)
-        found = await shows(app, pilot, "finished", "Close")
-        for _ in range(600):
-            if "Training is running." not in found and "Stop" not in found and "Close" in found:
-                break  # the footer is empty while it is drawn again
-            await asyncio.sleep(0.05)
-            found = screen(app)
-        assert "Training is running." not in found and "Stop" not in found and "Close" in found
-        await pilot.press("ctrl+c")
-
-    app = dashboard(run, body, make=TrainingDashboard, training=process)
-    assert app.return_value == "closed" and process.interrupts == 0
-
-
-def test_the_dashboard_closes_at_once_after_the_end_of_training_and_without_a_process(run):
-    for process, key in ((Process(runs=False), "q"), (Process(runs=False), "ctrl+c"), (None, "q"), (None, "ctrl+c")):
-
-        async def body(app, pilot, key=key):
-            await shows(app, pilot, "63/100")
-            await pilot.press(key)
-
-        make = {"make": TrainingDashboard, "training": process} if process else {}
-        assert dashboard(run, body, **make).return_value == "closed"
-        assert process is None or process.interrupts == 0

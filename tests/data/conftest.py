@@ -2,6 +2,8 @@
 
 import copy
 import json
+import textwrap
+import uuid
 import warnings
 
 import pytest
@@ -79,5 +81,28 @@ def write_jsonl(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
+
+    return write
+
+
+def simple(result, map_kwargs='{"remove_columns": "__all__"}'):
+    """The module of a transform of the user's own whose function returns this."""
+    return f"""
+    def transform(cfg, **kwargs):
+        def transform_fn(example, tokenizer=None):
+            return {result}
+        return transform_fn, {map_kwargs}
+    """
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """`own(module)`: the `type` of a transform of the user's own, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(module):
+        name = f"own_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(module))
+        return f"{name}.transform"
 
     return write

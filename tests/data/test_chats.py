@@ -31,7 +31,6 @@ def entry(**keys):
         ({"talk": SHAREGPT}, {"field_messages": "talk"}, PLAIN),
         ({"talk": {"turns": PLAIN}}, {"field_messages": "talk.turns"}, PLAIN),
         ({"messages": SHORT}, {"message_property_mappings": {"role": "r", "content": "t"}}, PLAIN),
-        ({"messages": SHORT}, {"message_field_role": "r", "message_property_mappings": {"content": "t"}}, PLAIN),
         ({"messages": OTHER_ROLES}, {"roles": {"user": ["customer"], "assistant": ["bot", "agent"]}}, PLAIN),
         ({"messages": [{**message, "extra": None} for message in PLAIN]}, {}, PLAIN),
         ({"messages": [PERSON]}, {"message_property_mappings": NAMES}, [user("Hi", name="Ada", weight=0)]),
@@ -65,12 +64,10 @@ SYSTEM = {"role": "system", "content": "Be brief"}
         (None, [SYSTEM, *PLAIN], {"drop_system_message": True}, None),
         (None, PLAIN, {"system_prompt": "Be kind"}, "Be kind"),
         (None, [SYSTEM, *PLAIN], {"system_prompt": "Be kind"}, "Be brief"),
-        (None, [SYSTEM, *PLAIN], {"system_prompt": "Be kind", "drop_system_message": True}, "Be kind"),
         (None, PLAIN, {"field_system": "rules"}, "Be fair"),
         (None, [SYSTEM, *PLAIN], {"field_system": "rules", "drop_system_message": True}, "Be fair"),
         (None, PLAIN, {"field_system": "empty", "system_prompt": "Be kind"}, "Be kind"),
         ("Be exact", PLAIN, {}, "Be exact"),
-        ("Be exact", PLAIN, {"system_prompt": "Be kind"}, "Be exact"),
         (" ", PLAIN, {}, None),
         ("Be exact", [SYSTEM, *PLAIN], {}, "Be brief"),
         ("Be exact", PLAIN, {"drop_system_message": True}, None),
@@ -137,16 +134,12 @@ def test_tools(row, tools):
 @pytest.mark.parametrize(
     ("row", "keys", "message"),
     [
-        ({"messages": [{"from": "function_call", "value": "Hello"}]}, {},
-         "reading the content of message 0 .function_call. as JSON: JSONDecodeError"),
         ({"messages": SHAREGPT}, {"message_property_mappings": {"role": "speaker", "content": "value"}},
          "must contain a list of messages with the keys role and content.*message_property_mappings"),
         ({"talk": PLAIN}, {}, "no column with messages: expected messages, conversations, .*field_messages"),
         ({"messages": [SYSTEM, *PLAIN], "rules": "Be exact"}, {"field_system": "rules"},
          "column 'rules' has another one. Set drop_system_message: true"),
         ({"messages": [user("?"), assistant("", tool_calls=[call("[1]")])]}, {}, r"must be a JSON object .*'\[1\]'"),
-        ({"messages": "Hi"}, {}, "column 'messages' must contain a list of messages .* or its JSON text, got 'Hi'"),
-        ({"messages": PLAIN, "tools": [1]}, {}, "no attribute 'items'"),
     ],
 )  # fmt: skip
 def test_what_is_no_chat(row, keys, message):

@@ -6,7 +6,8 @@ from ebft.data import conversation as conversations
 from ebft.data import rendering
 from ebft.data.conversation import Renderer, without_end
 from ebft.errors import DataError
-from tests.data.conftest import assistant, user
+from ebft.run.config.schema import RunConfig
+from tests.data.conftest import assistant, config_of, user
 from tests.structured.conftest import make_chat_tokenizer
 
 PROMPT = [user("hello")]
@@ -38,11 +39,9 @@ def test_one_terminating_token_is_left_out(chat_tokenizer):
     assert without_end([5, eos, end], {end, eos}) == [5, eos]
 
 
-def test_refuses(chat_tokenizer):
+def test_turns_after_a_text_are_refused(chat_tokenizer):
     with pytest.raises(DataError, match="requires a prompt of messages"):
         conversation_of(Renderer(chat_tokenizer), "text", "x", TURNS)
-    with pytest.raises(DataError, match="a part that is not text"):
-        conversation_of(Renderer(chat_tokenizer), [user([{"type": "image", "image": "x"}])], "x")
 
 
 def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):
@@ -90,3 +89,16 @@ def test_the_end_of_an_earlier_reply_that_has_one_of_its_own_is_kept(chat_tokeni
     whole = chat_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     ours = [*found.prompt_ids, *found.reference_ids, found.end_id]
     assert whole[: len(ours)] == ours and chat_tokenizer.decode(ours).endswith("assistant\nb<|im_end|>")
+
+
+def test_arguments_of_all_datasets_are_those_of_the_run():
+    def found(*given, **keys):
+        datasets = [{"path": "p", "type": "chat_template", "chat_template_kwargs": kwargs} for kwargs in given]
+        return RunConfig.from_dict({"base_model": "m", "datasets": datasets, **keys}).chat_template_kwargs
+
+    assert found({"a": 1}, {"a": 1}) == {"a": 1}
+    assert found({"a": 1}, {"a": 2}) is None and found({"a": 1}, None) is None
+    assert found({"a": 1}, chat_template_kwargs={"a": 2}) == {"a": 2}
+    two = {"chat_template_kwargs": {"a": 1}, "trl": {"chat_template_kwargs": {"a": 2}}}
+    with pytest.raises(ValueError, match="chat_template_kwargs and trl.chat_template_kwargs differ"):
+        config_of("ebft_opencode.transform", rl="ebft", **two)

@@ -6,8 +6,7 @@ import pytest
 
 from ebft.data.load import load_token_rows
 from ebft.errors import DataError
-from ebft.tools.evaluation.notes import _training_documents
-from tests.data.conftest import assistant, user
+from tests.data.conftest import CHATML, assistant, user
 
 TEXT = "import argparse\n\nparser = argparse.ArgumentParser(description='Process some integers.')\n"
 PLAIN = {"rl": None, "ebft": None}
@@ -35,38 +34,15 @@ def test_text_rows_are_windows_that_lose_no_text(load, tokenizer):
     assert all(row["labels"] == row["input_ids"] and row["prompt_length"] == 0 for row in train)
 
 
-ASK = user("Say hello.")
-
-
-@pytest.mark.parametrize(
-    ("type", "rows", "said"),
-    [
-        ("ebft_pretrain.transform", [TEXT, "", None, "short", TEXT * 6], [
-            "datasets: 5 documents produced ", "1 cut into windows of sequence_len", "2 without text",
-            "1 too short for one block"]),
-        ("ebft_strided_structured.transform", [
-            {"input": "Say hello.", "output": TEXT * 4}, {"input": TEXT * 4, "output": "hello"}],
-         ["produced 1 row", "1 truncated at sequence_len", "1 whose prompt leaves no room within sequence_len"]),
-        ("ebft_strided_chat.transform", [
-            {"messages": [ASK, assistant(TEXT)]}, {"messages": [ASK]}, {"messages": None}],
-         ["1 without text", "1 without a reference"]),
-    ],
-)  # fmt: skip
-def test_report_counts_what_was_dropped(load, tokenizer, capsys, monkeypatch, type, rows, said):
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    load(rows, type)
-    printed = capsys.readouterr().err
-    assert all(part in printed for part in said)
+def test_chats_without_a_reply_are_dropped_and_counted(load, tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    chats = ([user("Say hello."), assistant(TEXT)], [user("Say hello.")], None)
+    load([{"messages": chat} for chat in chats], "ebft_strided_chat.transform")
+    assert "dropped 1 without text, 1 without a reference" in capsys.readouterr().err
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
-    load(rows, type)
-    tokenizer.chat_template = None
+    load([TEXT])
     assert " produced " not in capsys.readouterr().err
-
-
-def test_nothing_left_names_counts_and_way_out(load):
-    with pytest.raises(DataError, match=r"1 without text, 1 too short.*Decrease the first three, or use longer texts"):
-        load(["a", ""])
 
 
 def test_a_warning_if_most_rows_are_too_short(load):
@@ -94,17 +70,16 @@ def test_what_is_held_out_does_not_depend_on_what_was_dropped(load, tokenizer):
     assert strided[0] <= plain[0] and strided[1] <= plain[1]
 
 
-def test_batched_transforms_that_change_the_number_of_rows_keep_documents_apart(load, tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "own_batches.py").write_text("""
+def test_batched_transforms_that_change_the_number_of_rows_keep_documents_apart(load, tokenizer, own):
+    type = own("""
 def transform(cfg, **kwargs):
     def split(batch, tokenizer=None):
         ids = [tokenizer(part)["input_ids"] for text in batch["text"] if text for part in text.split("|")]
         return {"input_ids": ids, "labels": ids}
     return split, {"batched": True, "remove_columns": "__all__"}
 """)
-    monkeypatch.syspath_prepend(tmp_path)
     texts = [text for number in range(20) for text in ("", f"{number}|{number}")]  # as many rows as documents
-    parts = load(texts, "own_batches.transform", val_set_size=0.25, **PLAIN)
+    parts = load(texts, type, val_set_size=0.25, **PLAIN)
     trained, held = ({tokenizer.decode(ids) for ids in rows["input_ids"]} for rows in parts)
     assert len(trained) == 15 and len(held) == 5 and not trained & held and list(map(len, parts)) == [30, 10]
 
@@ -122,13 +97,9 @@ def load_folder(tmp_path, make_config, tokenizer):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_blank_file_is_not_held_out(load_folder, tmp_path, seed):
-    """The training documents that an evaluation finds again are those of the run, with and without blank files."""
+def test_a_blank_file_is_not_held_out(load_folder, seed):
     _, evaluation = load_folder([TEXT * 6, *[" \n"] * 6, "import os\n" * 20], val_set_size=1, seed=seed)
     assert len(evaluation) > 0
-    config = {"datasets": [{"path": str(tmp_path), "type": "ebft_pretrain.transform"}], "val_set_size": 1, "seed": seed}
-    trained = [row["text"] for row in _training_documents(tmp_path / "run.json", config, [])]
-    assert len(trained) == 7 and (TEXT * 6 in trained) != ("import os\n" * 20 in trained)
 
 
 def test_a_fraction_is_of_the_documents_with_text(load):

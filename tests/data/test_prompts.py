@@ -1,12 +1,10 @@
 """The whole way from a `datasets:` section to prompts and references, and what is said about the rows left out."""
 
-import textwrap
-
 import pytest
 
 from ebft.data.prompts import load_prompt_rows
 from ebft.errors import DataError
-from tests.data.conftest import assistant, user
+from tests.data.conftest import assistant, simple, user
 
 OPENCODE, MULTITURN = "ebft_opencode.transform", "ebft_chat_multiturn.transform"
 
@@ -26,25 +24,6 @@ def load(make_config, write_jsonl, tokenizer):
 GRPO = {"rl": "grpo", "ebft": None}
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch, request):
-    """The `type` of a transform of the user's own with the given result, in the working directory."""
-
-    def write(result, map_kwargs='{"remove_columns": "__all__"}'):
-        name = f"own_prompts_{abs(hash(request.node.nodeid))}"
-        body = f"""
-        def transform(cfg, *args, **kwargs):
-            def transform_fn(example, tokenizer=None):
-                return {result}
-            return transform_fn, {map_kwargs}
-        """
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(body))
-        monkeypatch.chdir(tmp_path)
-        return f"{name}.transform"
-
-    return write
-
-
 def chat(*texts):
     return {"messages": [(assistant if index % 2 else user)(text) for index, text in enumerate(texts)]}
 
@@ -59,9 +38,7 @@ def test_rows_that_are_kept_and_dropped(load, chatml, capsys):
         "1 whose prompt and reference do not fit within sequence_len (for example "
     ) in (said := capsys.readouterr().err)
     assert ", train, row 1)\n" in said
-    with pytest.raises(
-        DataError, match=r"2 without a prompt. No usable rows are left: .* sequence_len: 200, or increase"
-    ):
+    with pytest.raises(DataError, match=r"2 without a prompt. No usable rows are left: .* sequence_len: 200"):
         load(rows[1:3], tokenizer=chatml)
 
 
@@ -90,32 +67,24 @@ def test_sequence_len_holds_the_whole_conversation(load, chatml):
 
 
 def test_grpo_reads_the_prompt_alone(load, chatml, tokenizer, own):
-    type = own('{"prompt": [{"role": "user", "content": example["q"]}]}', '{"remove_columns": ["q"]}')
+    type = own(simple('{"prompt": [{"role": "user", "content": example["q"]}]}', '{"remove_columns": ["q"]}'))
     train, _ = load([{"q": "2+2?", "answer": "4"}, {"q": "3+3?", "answer": "6"}], type, chatml, **GRPO)
     prompts = [[user("2+2?")], [user("3+3?")]]
     assert train[:] == {"prompt": prompts, "ground_truth": [None, None], "answer": ["4", "6"]}
 
 
 def test_grpo_counts_the_prompt_alone(load, tokenizer, own):
-    type, tests = own('{"prompt": example["q"], "ground_truth": example["tests"]}'), ["assert f()"] * 99
+    type, tests = own(simple('{"prompt": example["q"], "ground_truth": example["tests"]}')), ["assert f()"] * 99
     length = len(tokenizer("a b c")["input_ids"])
     rows = [{"q": "a b c", "tests": tests}]
     assert load(rows, type, **GRPO, sequence_len=length + 1)[0][0]["ground_truth"] == tests
-    with pytest.raises(
-        DataError, match="1 whose prompt leaves no room within sequence_len. .*provide rows whose texts"
-    ):
+    with pytest.raises(DataError, match="1 whose prompt leaves no room within sequence_len"):
         load(rows, type, **GRPO, sequence_len=length)
-
-
-def test_own_transform_that_changes_its_row(load, own):
-    type = own('example.update(prompt=example.pop("q"), answer=example["answer"] + 1) or example', "{}")
-    train, _ = load([{"q": "2+2?", "answer": 4}], type, **GRPO)
-    assert (train[0]["prompt"], train[0]["answer"]) == ("2+2?", 5)
 
 
 def test_own_transform_of_texts_with_columns_for_rewards(load, own):
     result = '{"prompt": example["q"], "ground_truth": "4", "n": len(example["q"]), "tests": [{"in": example["q"]}]}'
-    train, _ = load([{"q": "2+2?"}, {"q": "a"}], own(result), dataset_num_proc=2)
+    train, _ = load([{"q": "2+2?"}, {"q": "a"}], own(simple(result)), dataset_num_proc=2)
     assert train[0] == {"prompt": "2+2?", "ground_truth": "4", "n": 4, "tests": [{"in": "2+2?"}]}
     assert train["n"][:] == [4, 1]
 
@@ -133,25 +102,20 @@ XY = '"prompt": "x", "ground_truth": "y"'
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ('{"prompt": 3, "ground_truth": "y"}', "prompt must contain a list of messages"),
         ('{"prompt": "x"}', "the field 'ground_truth' is missing; the transform returned prompt, but structured mode"),
-        (
-            '{"input_ids": [1], "labels": [1]}',
-            "the field 'prompt' is missing; .*Use ebft_strided",
-        ),
         (f'{{{XY}, "completions": "x"}}', "completions: reserved column name, .* add it to the .* remove_columns"),
         ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', ".* no chat template"),
     ],
 )
 def test_wrong_results_name_transform_row_and_field(load, own, chatml, tmp_path, result, message):
     with pytest.raises(DataError, match=f"row 0: {message}") as caught:
-        load([{"q": "a"}], own(result))
+        load([{"q": "a"}], own(simple(result)))
     assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}, train: transform 'own_")
 
 
 def test_text_and_messages_cannot_be_mixed(load, write_jsonl, chatml, own):
     path = write_jsonl([{"input": "a", "output": "b"}])
-    entries = [{"path": str(path), "type": type} for type in (own(f"{{{XY}}}"), OPENCODE)]
+    entries = [{"path": str(path), "type": type} for type in (own(simple(f"{{{XY}}}")), OPENCODE)]
     with pytest.raises(DataError, match="column 'prompt' contains values of different types .list, str."):
         load(None, tokenizer=chatml, datasets=entries)
 

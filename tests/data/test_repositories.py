@@ -65,10 +65,8 @@ def entry(path, **keys):
         (CLONE, {"name": "sft"}, ["train_sft 0", "train_sft 1"]),
         (CLONE, {"data_files": "data/*sft-00000*"}, ["train_sft 0"]),
         ({**TABLES, "README.md": "# Rows", "LICENSE.txt": "free"}, {}, ["a", "b"]),
-        ({**TABLES, "README.md": "---\nlicense: mit\n---\n", "make.py": "pass"}, {}, ["a", "b"]),
         ({**TABLES, "dataset_infos.json": "{}"}, {"split": "test"}, ["t"]),
         ({"README.md": OPTIONS, "a.csv": "text;n\nx,y;1\n", "b.csv": "text\nNA\n"}, {"name": "a"}, ["x,y"]),
-        ({"README.md": OPTIONS, "a.csv": "text;n\nx,y;1\n", "b.csv": "text\nNA\n"}, {"name": "b"}, ["NA"]),
         ({"README.md": TYPES, "train.csv": "text\n12\n"}, {}, ["12"]),
         ({"README.md": TYPES, "train.txt": "one\ntwo\n"}, {}, ["one", "two"]),  # as on the Hub
     ],
@@ -93,7 +91,6 @@ def test_slices_and_what_is_left_out(make, capsys):
     ("files", "keys", "message"),
     [
         (CLONE, {}, "no split 'train' in the configuration default. Available splits: train_prefs, test_prefs"),
-        (CLONE, {"name": "prefs"}, "no configuration 'prefs'. Set name to one of its configurations: default, sft"),
         ({"README.md": OPTIONS, "a.csv": "a\n1\n", "b.csv": "a\n1\n"}, {}, "several configurations. Set name .*: a, b"),
         ({"README.md": "---\nlicense: mit\n---\n", "train.parquet": "version https://git-lfs.github.com/spec/v1\n"},
          {}, "train.parquet is a pointer of Git LFS .* Run `git lfs pull`"),

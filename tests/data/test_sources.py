@@ -4,9 +4,7 @@ import gzip
 import json
 import os
 import re
-import sys
 from functools import partial
-from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -14,6 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import content_digest, read_source, source_fingerprint
+from ebft.data.stream import open_source
 from ebft.errors import DataError, told
 from tests.data.conftest import warned
 
@@ -29,6 +28,10 @@ def entry(path, **keys):
 
 def texts(path, **keys):
     return read_source(entry(path, **keys))["text"][:]
+
+
+def streamed(path, **keys):
+    return [row["text"] for row in open_source(entry(path, **keys))]
 
 
 @pytest.fixture
@@ -52,7 +55,6 @@ def write(tmp_path):
         ("rows.csv", "text\none\ntwo\nthree\n", {}),
         ("rows.tsv", "text\tn\none\t1\ntwo\t2\nthree\t3\n", {}),
         ("rows.parquet", None, {}),
-        ("rows.json.gz", packed(json.dumps(ROWS).encode()), {}),
         ("rows.jsonl.gz", packed(LINES.encode()), {}),
         ("rows.tsv.gz", packed(b"text\tn\none\t1\ntwo\t2\nthree\t3\n"), {}),
         ("rows.data", LINES, {"ds_type": "json"}),
@@ -62,7 +64,7 @@ def test_table_files(write, name, content, keys):
     path = write({name: content or ""}) / name
     if content is None:
         Dataset.from_list(ROWS).to_parquet(str(path))
-    assert texts(path, **keys) == ["one", "two", "three"]
+    assert texts(path, **keys) == streamed(path, **keys) == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
@@ -139,29 +141,20 @@ def test_links_to_folders_are_followed(write):
         ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
         ({"own.py": "class Own(datasets.GeneratorBasedBuilder):\n    pass", "README.md": "Rows."}, "", {},
          "made by its loading script own.py, which is not run"),
-        ({"a.jsonl.gz": packed(LINES.encode())[:-9]}, "", {}, "jsonl.gz: cannot be unpacked"),
         ({"a.txt": packed(b"text")}, "", {}, "not valid UTF-8"),
         ({"a.txt": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "", {}, "pointer of Git LFS"),
-        ({"a.jsonl": LINES}, "", {"data_files": "b.jsonl"}, "data_files 'b.jsonl' matches no file in"),
-        ({"a.jsonl": LINES}, "a.jsonl", {"split": "train[:1%]"}, r"selects no rows \(train has 3 rows\). Widen"),
         ({"a.jsonl": LINES}, "a.jsonl", {"split": "train[:1]+train[9:]"}, "a part of it, selects no rows"),
         *(({name: content}, name, {}, f"{name}(?:[:,]| as) ?{message}")
           for name, content, message in (
               ("a.jsonl", LINE * 16 + '{"text": a}\n', r"line 17: not valid JSON \(Expecting value"),
-              ("a.jsonl", '{"text": "a" b}\n' + LINE, r"line 1: not valid JSON .* at column 14"),
-              ("a.jsonl", LINE + "[1]\n", "line 2: a row must be a JSON object, got 1"),
               ("a.jsonl", LINE + '{"m": {"k": 1, "k": 2}}', "line 2: the key 'k' occurs 2 times in an object"),
               ("a.jsonl", '{"n": 1e999}', "line 1: the number 1e999 is too large"),
-              ("a.jsonl", LINE + '{"text": "b"}] {"text": "c"}\n', "line 2: a row|line 2: not valid JSON"),
               ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: not valid UTF-8"),
               ("a.json", '[{"text": "a"}, 3]', "row 1: a row must be a JSON object, got 3"),
               ("a.json", '[{"text": "a"}]\n{"text": "b"}', "line 1: not valid JSON .text after the end of the list"),
               ("a.json", '[{"text": "a"}, {"text": "b"},', "line 1: not valid JSON .Expecting value"),
-              ("a.json", "[]", "the file is empty"),
-              ("a.csv", "text,n\na,1\nb,2,3\n", ".* Expected 2 fields in line 3, saw 3"),
               ("a.csv", "text\none, two\nthree\n", "line 2: 2 fields, but the header has 1"),
-              ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"),
-              ("a.csv", b"text\n\xff\n", ".* UnicodeDecodeError"))),
+              ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"))),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read(write, files, path, keys, message):
@@ -172,8 +165,9 @@ def test_what_cannot_be_read(write, files, path, keys, message):
 
 def test_files_named_for_splits(write):
     folder = write({"train-00000.jsonl": LINES, "test.jsonl": '{"text": "held out"}\n'})
-    assert texts(folder) == ["one", "two", "three"]
-    assert texts(folder, split="test") == texts(folder / "test.jsonl") == ["held out"]
+    assert texts(folder) == streamed(folder) == ["one", "two", "three"]
+    assert texts(folder, split="test") == streamed(folder, split="test") == ["held out"]
+    assert texts(folder / "test.jsonl") == streamed(f"file://{folder}/test.jsonl") == ["held out"]
 
 
 def test_shards_of_splits_with_longer_names(write):
@@ -183,18 +177,10 @@ def test_shards_of_splits_with_longer_names(write):
         texts(folder)
 
 
-def test_files_of_zstandard(write, monkeypatch):
-    """With a stand-in for the package, whose files are those of gzip."""
-    module = SimpleNamespace(ZstdError=OverflowError)
-    module.ZstdDecompressor = lambda: SimpleNamespace(stream_reader=lambda file, **_: gzip.GzipFile(fileobj=file))
-    monkeypatch.setattr("ebft.files.find_spec", str)
-    monkeypatch.setitem(sys.modules, "zstandard", module)
-    assert texts(write({"rows.jsonl.zst": packed(LINES.encode())}) / "rows.jsonl.zst") == ["one", "two", "three"]
-
-
 def test_data_files(write, monkeypatch):
     folder = write({"a.jsonl": LINES, "test.jsonl": LINES})
-    assert len(texts(folder, data_files="*.jsonl")) == 6
+    assert texts(folder, data_files="*.jsonl") == streamed(folder, data_files="*.jsonl") == ["one", "two", "three"] * 2
+    assert streamed("json", data_files=str(folder / "*.jsonl")) == ["one", "two", "three"] * 2
     assert len(texts(folder, data_files={"train": "a.jsonl", "test": ["test.jsonl"]}, split="test")) == 3
     monkeypatch.chdir(folder)
     assert len(texts("json", data_files=["a.jsonl", str(folder / "test.jsonl")])) == 6
@@ -204,7 +190,7 @@ def test_saved_datasets(tmp_path):
     rows = Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "plain")
     DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path / "dict")
-    assert len(texts(tmp_path / "plain", split="train[:2]")) == 2
+    assert texts(tmp_path / "plain") == streamed(tmp_path / "plain") == ["one", "two", "three"]
     assert len(texts(tmp_path / "dict", split="test")) == 1
 
 
@@ -212,9 +198,7 @@ def test_saved_datasets(tmp_path):
     ("keys", "expected"),
     [
         ({"split": "train[:2]"}, ["one", "two"]),
-        ({"split": "train[1:2]"}, ["two"]),
         ({"split": "train[:34%]"}, ["one"]),
-        ({"split": "train[-1:]"}, ["three"]),
         ({"split": "train[:100]"}, ["one", "two", "three"]),
         ({"split": "train[:1]+train[2:]"}, ["one", "three"]),
         ({"shards": 2}, ["one", "three"]),
@@ -258,12 +242,6 @@ def test_files_at_urls(bucket):
     assert content_digest(rows) is None
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", '{"text": "a"}'), ("a.csv", "text\na\n"), ("a.txt", "a")])
-def test_urls_of_local_files(write, name, content):
-    folder = write({name: content})
-    assert texts(f"file://{folder}/{name}") == texts(f"file://{folder}", data_files=name) == ["a"]
-
-
 @pytest.mark.parametrize(
     ("content", "rows"),
     [
@@ -278,3 +256,20 @@ def test_urls_of_local_files(write, name, content):
 def test_shapes_of_json(tmp_path, content, rows):
     (tmp_path / "a.json").write_text(content)
     assert texts(tmp_path / "a.json") == rows
+
+
+def test_texts_of_streams_keep_their_line_ends(write):
+    folder = write({"a.txt": "a\r\n\r\nb", "b.txt": "c"})
+    assert streamed(folder) == texts(folder) == ["a\r\n\r\nb", "c"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.jsonl": LINES, "c.txt": ""}, "a stream reads files of one format, but there are json, text"),
+        ({"a.jsonl": "no json\n"}, "a.jsonl, line 1: not valid JSON"),  # before it is read
+    ],
+)
+def test_streams_that_are_refused(write, files, message):
+    with pytest.raises(DataError, match=message):
+        open_source(entry(write(files)))

@@ -1,36 +1,22 @@
 """Transforms of the user's own: how they are found and called, and what is said about wrong ones."""
 
-import textwrap
-
 import pytest
 from datasets import Dataset
 
 from ebft.data.apply import Source, tokenise
-from ebft.data.transforms import find_transform
 from ebft.errors import DataError
+from tests.data.conftest import simple
 
 
 @pytest.fixture
-def run_own(make_config, tokenizer, tmp_path, monkeypatch, request):
-    """Run a module with the given body over rows, from a working directory that holds it."""
+def run_own(make_config, tokenizer, own):
+    """`run_own(module, rows)`: what the transform of a module makes of rows."""
 
-    def run(body, rows=({"a": "x"}, {"a": "y"}), **keys):
-        name = f"own_{abs(hash(request.node.nodeid))}"
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(body))
-        monkeypatch.chdir(tmp_path)
-        config = make_config("unused", f"{name}.transform", **keys)
+    def run(module, rows=({"a": "x"}, {"a": "y"}), **keys):
+        config = make_config("unused", own(module), **keys)
         return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
 
     return run
-
-
-def simple(result, map_kwargs='{"remove_columns": "__all__"}'):
-    return f"""
-    def transform(cfg, **kwargs):
-        def transform_fn(example, tokenizer=None):
-            return {result}
-        return transform_fn, {map_kwargs}
-    """
 
 
 def test_own_transform(run_own, tokenizer):
@@ -68,32 +54,21 @@ def test_fields(run_own, fields, expected):
     assert run_own(simple(f"{{{fields}}}"))[0].items() >= expected.items()
 
 
-def test_columns_that_are_not_removed_count_as_fields(run_own):
-    rows = [{"input_ids": [4, 5]}]
-    assert run_own(simple('{"labels": [4, 5]}', "{}"), rows)[0]["input_ids"] == [4, 5]
-
-
 def test_several_processes_give_the_same_rows(run_own):
     body = simple('{"input_ids": [ord(example["a"])], "labels": [1]}')
     rows = [{"a": chr(97 + number)} for number in range(6)]
     assert run_own(body, rows, dataset_num_proc=2)[:] == run_own(body, rows)[:]
 
 
-PROMPTS = '{"prompt": "x", "ground_truth": "y"}'
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (simple(PROMPTS), "row 0: the field 'input_ids' is missing; the transform returned prompt, ground_truth, but "
-         "strided mode trains on rows of input_ids and labels. Use ebft_pretrain.transform, .*change the method"),
         (simple('{"input_ids": [1, 2], "labels": [1]}'), "labels has 1 entries, but input_ids has 2"),
         *((simple(f'{{"input_ids": {ids}, "labels": {labels}}}'), f"the row contains {wrong}, but the tokenizer's voc")
           for ids, labels, wrong in (("[-1]", "[1]", -1), ("[1]", "[10**6]", 10**6), ("[-100]", "[1]", -100))),
         (simple('{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [0, 1]}'), "must be ones followed by zeros"),
         *((simple(f'{{"input_ids": [1, 2], "labels": [1, 2], {field}}}'), "must be in order and within 2 tokens")
           for field in ('"prompt_length": 3', '"turn_spans": [(0, 3)]', '"turn_spans": [(1, 2), (0, 1)]')),
-        (simple("[1, 2]"), "row 0: TypeError: 'list' object"),
         (simple('example["b"]'), r"row 0: KeyError: 'b' \(.*, line 4: .*\). The row has the columns a"),
     ],
 )  # fmt: skip
@@ -101,15 +76,3 @@ def test_wrong_results_name_transform_row_and_field(run_own, body, message):
     with pytest.raises(DataError, match=message) as caught:
         run_own(body)
     assert str(caught.value).startswith("unused, train: transform 'own_")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ebft_pretrian.transform", "the module was not found.*Did you mean 'ebft_pretrain'"),
-        ("ebft_pretrain.transfrom", "has no function 'transfrom'. Available functions: transform.$"),
-    ],
-)
-def test_unknown_names(name, message):
-    with pytest.raises(DataError, match=message):
-        find_transform(name)

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,6 @@ from unittest.mock import Mock, patch
 
 import torch
 from transformers import TrainerCallback
-from transformers.utils.import_utils import enable_tf32
-from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import ebft
 from ebft.prefix.attention import flex
@@ -101,29 +98,6 @@ def attention_dropout(folder: Path, on_device: bool) -> Iterator[None]:
     config = folder / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.1}))
     yield
-
-
-@contextlib.contextmanager
-def unpinned(folder: Path, on_device: bool) -> Iterator[None]:
-    """Offload activations, without the pinned memory that the device does not have."""
-    function = partial(get_act_offloading_ctx_manager, use_pin_memory=False)
-    with patch("trl.models.get_act_offloading_ctx_manager", function):
-        yield
-
-
-@contextlib.contextmanager
-def tf32(folder: Path, on_device: bool) -> Iterator[dict[str, Any]]:
-    """The GPU has TF32, which transformers enables."""
-    enable_tf32.cache_clear()
-    with (
-        patch("ebft.run.trainer.is_torch_tf32_available", lambda: True),
-        patch("transformers.training_args.is_torch_tf32_available", lambda: True),
-    ):
-        try:
-            yield {"tf32": True} if on_device else {}
-            assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if on_device else "none")
-        finally:
-            torch.backends.fp32_precision = "none"
 
 
 @contextlib.contextmanager
@@ -231,7 +205,6 @@ CASES |= {
     "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=5),
     "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, only_finite=True, most_waits=5),
     "strided_autocast": Case("strided_lora", {"bf16": True}, only_finite=True, most_waits=5),
-    "strided_tf32": Case("strided_lora", during=tf32, most_waits=5),
     "structured_accumulation": Case(
         "structured_single_turn", {"gradient_accumulation_steps": 3, "ebft.rollout_tokens_per_pass": 64}
     ),
@@ -243,7 +216,6 @@ CASES |= {
     "grpo_replay": Case("grpo", REPLAY),
     "grpo_several_updates": Case("grpo", {"trl.num_iterations": 2, "trl.beta": 0.1}),
     "sft_packed": Case("sft", {"sample_packing": True}),
-    "sft_offloading": Case("sft", {"activation_offloading": True}, during=unpinned),
     "sft_autocast": Case("sft", {"bf16": True, "gradient_checkpointing": True}, only_finite=True),
     "kto": Case("kto"),
     "orpo": Case("orpo"),

@@ -5,17 +5,14 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from ebft.machine import available_memory, total_memory
-from ebft.methods.base_config import QuantizationSection
-from ebft.prefix.attention import flex, passes
+from ebft.prefix.attention import passes
 from ebft.prefix.attention.tiles import AttentionScores
 from ebft.prefix.parity import TOLERANCES, difference_and_tolerance
 from ebft.tools.evaluation import run as evaluation
 from ebft.tools.evaluation.result import machine_card
-from ebft.tools.export.quantize import torchao_settings
 from ebft.transformers_internals import causal_mask_function
 
 
@@ -38,26 +35,6 @@ def test_tolerance_by_precision(device, dtype, precision, rough, monkeypatch):
     assert found == (pytest.approx(1e-6) if rough else 1.0, TOLERANCES[rough])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size", "takes"),
-    [
-        (torch.float32, 64, False),
-        (torch.bfloat16, 64, True),
-        (torch.float16, 256, True),
-        (torch.bfloat16, 512, False),  # as of Gemma 4
-    ],
-)
-def test_kernels_of_grouped_heads(dtype, size, takes):
-    """On a planned GPU by a rule, on CUDA by PyTorch's answer, which a build for CPU gives for no tensor."""
-    of_meta = [torch.empty(1, heads, 5, size, dtype=dtype, device="meta") for heads in (4, 2, 2)]
-    assert passes.takes_grouped_heads(*of_meta, 0.0) == takes
-    with FakeTensorMode(), patch.object(passes, "can_use_flash_attention", return_value=takes) as asked:
-        of_cuda = [torch.empty(1, heads, 5, size, dtype=dtype, device="cuda") for heads in (4, 2, 2)]
-        assert passes.takes_grouped_heads(*of_cuda, 0.0) == takes
-    [[params]] = [call.args for call in asked.call_args_list]
-    assert params.enable_gqa and params.is_causal and params.query.shape == (1, 4, 5, size)
-
-
 @pytest.mark.parametrize("spans", [[(0, 600)], [(0, 300), (300, 600)]])
 def test_repeated_keys_are_grouped_heads(spans):
     """Values and gradients where no fused kernel takes grouped heads."""
@@ -75,16 +52,6 @@ def test_repeated_keys_are_grouped_heads(spans):
         found.append((output, *torch.autograd.grad(output.square().sum(), parts)))
         assert [call.kwargs["enable_gqa"] for call in kernel.call_args_list] == [takes] * len(spans)
     torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_masks_of_flex_attention_are_compiled_on_cuda(device):
-    with FakeTensorMode(), patch.object(torch, "compile") as compiled, patch.object(flex, "create_block_mask") as plain:
-        position = torch.arange(300, device=device)
-        flex.pass_mask(flex.Visibility(position, position, position, position), None)
-    wanted = compiled.return_value if device == "cuda" else plain
-    assert wanted.call_args.kwargs.keys() == {"B", "H", "Q_LEN", "KV_LEN", "device"}
-    assert compiled.called == (device == "cuda") and plain.called == (device == "cpu")
 
 
 @pytest.fixture
@@ -105,10 +72,3 @@ def test_samples_of_an_evaluation_leave_the_states_of_all_gpus(two_gpus):
     with patch("torch.random.fork_rng") as forked, patch("torch.manual_seed"), patch.object(evaluation, "roll_out"):
         evaluation.Completions.sample(sampler, [], "a document")
     assert [*forked.call_args.kwargs["devices"]] == [0, 1]
-
-
-@pytest.mark.parametrize(("device", "packing"), [("cpu", "plain"), ("cuda", "tile_packed_to_4d")])
-def test_packing_of_4_bit_weights(device, packing):
-    with FakeTensorMode(), patch("torchao.quantization.quantize_"), patch.object(torch.nn, "Linear"):
-        settings = torchao_settings(QuantizationSection(weight_dtype="int4"), torch.device(device))
-    assert settings.int4_packing_format == packing

@@ -47,9 +47,7 @@ with pretend_device() as device, record() as counts:
     assert large.pin_memory()[1:].is_pinned() and not large.is_pinned() and not large.pin_memory().clone().is_pinned()
     for mixes in (
         lambda: there + here, lambda: there + other, lambda: here.add_(there), lambda: here[index.to(device)],
-        lambda: there.index_select(0, index), lambda: torch.cat([there, here]), lambda: there.masked_fill(bools, 0),
-        lambda: torch.where(bools, there, there), lambda: there @ here.T,
-        lambda: there.clone().index_copy_(0, index, there[1:]),
+        lambda: torch.cat([there, here]), lambda: there.masked_fill(bools, 0), lambda: there @ here.T,
         lambda: torch.nn.functional.embedding(index, there), lambda: there[other.long()],
         lambda: torch.rand(2, device=device, generator=torch.Generator().manual_seed(1)),
     ):
@@ -62,12 +60,10 @@ with pretend_device() as device, record() as counts:
     assert (there * torch.tensor(2.0)).device == device  # as with CUDA
     for wait, times in (
         (lambda: there.sum().item(), 1), (lambda: there.tolist(), 1), (lambda: there.cpu(), 1), (lambda: there + 1, 0),
-        (lambda: there[there > 0], 1), (lambda: there.nonzero(), 1), (lambda: there.unique(), 1),
-        (lambda: bool(there.any()), 1), (lambda: there[index], 1), (lambda: there[of_device], 0),
-        (lambda: there[:, 1:], 0), (lambda: torch.linalg.svd(there), 1), (lambda: torch.linalg.eigh(there[:, :3]), 1),
-        (lambda: here.to(device), 1), (lambda: torch.tensor(1.0, device=device), 1), (lambda: there.copy_(here), 1),
-        (lambda: torch.as_tensor([1, 2], device=device), 1), (lambda: there * torch.tensor(2.0), 0),
-        (lambda: torch.arange(3, device=device), 0), (lambda: torch.full((3,), 2.0, device=device), 0),
+        (lambda: there[there > 0], 1), (lambda: there.nonzero(), 1), (lambda: bool(there.any()), 1),
+        (lambda: there[index], 1), (lambda: there[of_device], 0), (lambda: torch.linalg.svd(there), 1),
+        (lambda: here.to(device), 1), (lambda: there.copy_(here), 1), (lambda: there * torch.tensor(2.0), 0),
+        (lambda: torch.as_tensor([1, 2], device=device), 1), (lambda: torch.arange(3, device=device), 0),
         (lambda: here.pin_memory().to(device), 1), (lambda: large.to(device, non_blocking=True), 1),
         (lambda: large.pin_memory()[1:].to(device, non_blocking=True), 0),
         (lambda: large.pin_memory()[:, 1:].to(device, non_blocking=True), 1),

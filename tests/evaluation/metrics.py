@@ -8,10 +8,6 @@ def prompt_rows(cfg, **kwargs):
     return transform_fn, {"remove_columns": "__all__"}
 
 
-def only_prompts(cfg, **kwargs):
-    return lambda example, tokenizer=None: {"prompt": example["input"]}, {"remove_columns": "__all__"}
-
-
 def length(prompt, completions, row):
     assert prompt == row["input"]
     (completion,) = completions

@@ -10,7 +10,7 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import evaluate, load_config
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
+from ebft.errors import ConfigError, ModelError, NonFiniteLossError
 from ebft.tools.evaluation.models import load_subject
 from ebft.tools.evaluation.run import token_nll
 from tests.export.models import save_adapter
@@ -188,28 +188,6 @@ def test_plain_rows_without_room_for_a_block_and_trained_prompts(write_config, m
 
 
 GRPO = {"rl": "grpo", "trl": {"reward_funcs": [LENGTH], "num_generations": 2, "max_completion_length": 4}}
-PROMPTS = "test_datasets.0.type=tests.evaluation.metrics.only_prompts"
-
-
-@pytest.mark.parametrize(
-    ("kind", "keys", "override", "message"),
-    [
-        ("structured", GRPO, [PROMPTS], "nothing to evaluate"),
-        ("texts", {"evaluation": {"metrics": [LENGTH]}}, [], "text without prompts"),
-    ],
-)
-def test_what_cannot_be_evaluated(kind, keys, override, message, write_config, models, monkeypatch):
-    with pytest.raises(DataError, match=message):
-        measured(write_config(kind, **keys), ["base"], models, *override)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="single process"):
-        evaluate(load_config(write_config("strided")))
-
-
-def test_what_has_no_effect_is_a_warning(write_config, models):
-    kwargs = ["trl.generation_kwargs={min_tokens: 3}", "trl.vllm_guided_decoding_regex=a+", "evaluation.documents=2"]
-    with pytest.warns(UserWarning, match="trl.generation_kwargs.min_tokens, trl.vllm_guided_decoding_regex"):
-        measured(write_config("structured"), ["base"], models, *kwargs)
 
 
 def save_changed(models, folder, change):

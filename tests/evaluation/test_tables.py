@@ -43,14 +43,6 @@ def test_differences_are_printed_with_their_intervals():
     assert evaluation(models=1).differences_table() is None
 
 
-def test_an_evaluation_is_printed_as_its_tables():
-    found = evaluation()
-    found.notes.append("[base] was trained on 3 documents")
-    text = str(found)
-    assert "8 documents" in text and "Differences from runs/base" in text and "0.0882 [0.07, 0.1]*" in text
-    assert text.endswith("\n[base] was trained on 3 documents") and "ModelResult" not in text
-
-
 def test_what_does_not_compare_models_has_no_direction_star_or_difference():
     _, rows = lines(evaluation().table())
     assert rows["cfm_loss_whitened"] == ["3", "1"] and rows["cfm_loss v"] == ["0.1", "0.0882 [0.07, 0.1]*"]

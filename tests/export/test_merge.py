@@ -65,9 +65,8 @@ def assert_equal(model, expected):
 @pytest.mark.first(6)
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    [*((name, torch.float32) for name in VARIANTS),
-     *((name, torch.bfloat16) for name in ("dora", "experts"))],
-)  # fmt: skip
+    [*((name, torch.float32) for name in VARIANTS), ("dora", torch.bfloat16), ("experts", torch.bfloat16)],
+)
 def test_the_result_is_that_of_peft(variant, dtype, tmp_path):
     config, targets, settings = VARIANTS[variant]
     base = save_base(tmp_path / "base", config, dtype)
@@ -145,8 +144,6 @@ def test_the_result_from_pickles_is_that_from_safetensors(zipped, max_shard_size
 
 def test_shards_of_another_size(saved, tmp_path):
     base, adapter = saved(mixtral(), target_parameters=EXPERTS)
-    with pytest.raises(ValueError, match="Could not parse|not supported"):
-        merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", "5XB")
     result = merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", "15KB")
     for path in (tmp_path / "merged").glob("*.safetensors"):
         weights = load_file(path)
@@ -189,11 +186,6 @@ def test_folders_with_something_else_are_refused(saved, tmp_path):
     base, adapter = saved()
     with pytest.raises(ModelError, match="is not empty"):
         merge_adapter(MergeSource(adapter, str(base)), base)
-    with pytest.raises(Killed):
-        merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", on_shard=killed_at(1))
-    other = save_adapter(tmp_path / "other", base, target_modules=["v_proj"])
-    with pytest.raises(ModelError, match="is not empty"):
-        merge_adapter(MergeSource(other, str(base)), tmp_path / "merged")
 
 
 CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
@@ -211,7 +203,6 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
          "has no weight for model.layers.1.self_attn.q_proj.weight"),
         (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
-        (settings(CONFIG, peft_type="ADALORA", total_step=10), "adapter of type .*ADALORA"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
         (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
         (QUANTISED, "stored quantised .bitsandbytes"),
@@ -225,12 +216,6 @@ def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-def test_weights_and_biases_that_do_not_fit(saved, tmp_path):
-    base, adapter = saved(targets=["q_proj", "o_proj"], config=qwen2(), lora_bias=True)  # only q_proj has a bias
-    with pytest.raises(ModelError, match="no weight for model.layers.0.self_attn.o_proj.bias, which the adapter"):
-        merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
-
-
 def test_the_other_files(tiny_llama_dir, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
@@ -238,9 +223,7 @@ def test_the_other_files(tiny_llama_dir, tmp_path):
     tokenizer.save_pretrained(adapter)
     merge_adapter(MergeSource(adapter, str(tiny_llama_dir), tokenizer=adapter), tmp_path / "merged")
     names = {path.name for path in (tmp_path / "merged").iterdir()}
-    assert {"config.json", "generation_config.json", "model.safetensors"} <= names
-    assert {"tokenizer.json", "chat_template.jinja"} <= names
-    assert "merge_progress.json" not in names and "adapter_config.json" not in names
+    assert "generation_config.json" in names and not names & {"merge_progress.json", "adapter_config.json"}
     merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert merged.chat_template == tokenizer.chat_template
     assert merged("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]

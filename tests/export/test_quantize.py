@@ -63,59 +63,35 @@ def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
     assert result.exit_code == 0 and "Perplexity of" in result.output, result.output
     config["quantization"] = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 16}
     path.write_text(yaml.safe_dump(config))
-    sizes = []
-    for name, options in (("section", []), ("option", ["--group-size", "8"])):
+    for name, options, size in (("section", [], 16), ("option", ["--group-size", "8"], 8)):
         result = ebft("quantize", path, "--output", tmp_path / name, *options)
         assert result.exit_code == 0 and "after (int4)" in result.output, result.output
-        sizes.append(up_proj(tmp_path / name).block_size)
-    assert sizes == [[1, 16], [1, 8]]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.model.layers[0].mlp.up_proj.weight.block_size == [1, size]
 
 
-def up_proj(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.up_proj.weight
+BOTH = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 8, "quantize_embedding": True}
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "is_right"),
     [
-        ({"activation_dtype": "int8"}, "Int8Tensor(act_quant_kwargs"),
-        ({"group_size": 16}, "Int8Tensor(block_size=[1, 16]"),
-        ({"weight_dtype": "float8_e4m3fn"}, "Float8Tensor(dtype=torch.float8_e4m3fn"),
-        ({"quantize_embedding": True}, "embedding IntxUnpackedToInt8Tensor(int8, [1, 32])"),
-        ({"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 8, "quantize_embedding": True},
-         "embedding IntxUnpackedToInt8Tensor(int4, [1, 8])"),
+        ({"activation_dtype": "int8"}, lambda weight, _: weight.act_quant_kwargs is not None),
+        ({"group_size": 16}, lambda weight, _: list(weight.block_size) == [1, 16]),
+        ({"weight_dtype": "float8_e4m3fn"}, lambda weight, _: weight.qdata.dtype == torch.float8_e4m3fn),
+        ({"quantize_embedding": True}, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int8, [1, 32])),
+        (BOTH, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int4, [1, 8])),
     ],
-)  # fmt: skip
-def test_kinds_that_run_on_cpu(settings, expected, tiny_llama_dir, text, tmp_path):
+)
+def test_kinds_that_run_on_cpu(settings, is_right, tiny_llama_dir, text, tmp_path):
     """Each changes the perplexity of the written model a little."""
     to, sequences = tmp_path / "to", lambda tokenizer: text_sequences(text, tokenizer, 101)
     result = quantize_model(tiny_llama_dir, to, QuantizationSection(**settings), sequences)
     assert result.perplexity_after == pytest.approx(result.perplexity_before, rel=0.01)
     assert result.perplexity_after != result.perplexity_before
     model = AutoModelForCausalLM.from_pretrained(to)
-    weight, embedding = model.model.layers[0].mlp.up_proj.weight, model.model.embed_tokens.weight
-    found = [f"{type(weight).__name__}(act_quant_kwargs" * (getattr(weight, "act_quant_kwargs", None) is not None)]
-    found += [f"{type(weight).__name__}(block_size={getattr(weight, 'block_size', None)}"]
-    found += [f"{type(weight).__name__}(dtype={getattr(weight, 'qdata', weight).dtype}"]
-    if "quantize_embedding" in settings:
-        kind = str(embedding.target_dtype).removeprefix("torch.")
-        found += [f"embedding {type(embedding).__name__}({kind}, {list(embedding.block_size)})"]
-    assert expected in found and type(model.lm_head.weight) is torch.nn.Parameter
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--type", "int4"], "while quantising to weight_dtype: int4 on cpu"),
-        (["--group-size", "24"], "group_size: 24 does not divide the 32 columns of model.layers.0.self_attn.q_proj"),
-    ],
-)
-def test_kinds_that_do_not_run_or_fit(options, message, tiny_llama_dir, text, ebft, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("these may run here")
-    result = ebft("quantize", tiny_llama_dir, "--output", tmp_path / "to", "--text", text, *options)
-    assert result.exit_code in (1, 2) and message in flat(result.output), result.output
-    assert not (tmp_path / "to").exists()
+    assert is_right(model.model.layers[0].mlp.up_proj.weight, model.model.embed_tokens.weight)
+    assert type(model.lm_head.weight) is torch.nn.Parameter
 
 
 def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
@@ -126,7 +102,7 @@ def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
         quantize_model(base, tmp_path / "to", QuantizationSection(quantize_embedding=True), sequences)
 
 
-def test_errors(tiny_llama_dir, ebft, tmp_path):
+def test_errors(tiny_llama_dir, tmp_path):
     adapter = save_adapter(tmp_path / "adapter", tiny_llama_dir, target_modules=["q_proj"])
     to = tmp_path / "to"
     with pytest.raises(ModelError, match="Merge it first .ebft merge-lora"):
@@ -136,4 +112,3 @@ def test_errors(tiny_llama_dir, ebft, tmp_path):
     (again / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
     with pytest.raises(ModelError, match="quantised is already quantised .torchao."):
         quantize_model(again, to, QuantizationSection(), lambda tokenizer: [])
-    assert "Give a text" in flat(ebft("quantize", tiny_llama_dir, "--output", to).output)

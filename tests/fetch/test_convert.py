@@ -42,15 +42,6 @@ def test_fetched_folder_is_the_gguf_file_as_safetensors_once(tiny_model, monkeyp
     assert fetch_model("tiny") == folder
 
 
-def test_another_folder_can_be_asked_for(tiny_model, tmp_path, monkeypatch):
-    folder = fetch_model("tiny", to=tmp_path / "mine" / "model")
-    assert folder == tmp_path / "mine" / "model" and fetched_folder("tiny") is None
-    fetch_model("tiny")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
-    copy = fetch_model("tiny", to=tmp_path / "copy")  # of the one in the cache
-    assert (copy / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-
-
 def test_folders_that_cannot_be_used_are_left_alone(tiny_model, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FetchError, match="already exists and is not this model"):

@@ -30,7 +30,6 @@ CFM = evaluations("eval_cfm_loss", [0.5, 0.45, 0.4, 0.35, 0.3])
 TWO = evaluations("eval_cfm_loss", [0.5, 0.4])
 FOUR = [{"step": i, "eval_loss": value} for i, value in enumerate([5, 4.7, 3.46, 3.3])]
 KNOWN = evaluations("eval_cfm_loss", [0.5, 0.4, 0.31, 0.2])
-MARGINS = evaluations("eval_rewards/margins", [0.0, 0.5])
 STEADY = training("ebft/cfm_loss", [0.5] * 50)
 LEARNED = training("ebft/ce_loss", [3 - 0.02 * i for i in range(50)])
 UNLEARNED = training("ebft/alignment", [1 - 0.02 * i for i in range(50)])
@@ -48,9 +47,8 @@ def case(log, *present, absent="(nothing)", **options):
     ("log", "options", "present", "absent"),
     [
         case(LEARNED, "the model learned: ebft/ce_loss improved", "First and last tenth", "±", "ebft/ce_loss 2.924"),
-        case(UNLEARNED, "the model did not learn: ebft/alignment became worse"),
+        case(UNLEARNED, "did not learn: ebft/alignment became worse", "and still so at the end: a, b", unresolved="ab"),
         case(PREFERRED, "the model learned: rewards/margins improved", absent="ebft evaluate", evaluate=None),
-        case(MARGINS, "eval_rewards/margins 0 -> 0.5", absent="ebft evaluate", evaluate=None),
         case(evaluated(eval_ce_loss=[3, 2, 1, None]), "eval_ce_loss is not finite at the end", absent="learned"),
         # the loss counts in SFT only
         case(falling(), "loss improved"),
@@ -67,15 +65,12 @@ def case(log, *present, absent="(nothing)", **options):
         case(
             FOUR, TOO_FEW, "eval_loss 5 -> 3.3 (-1.7 ± 0.24, counts from 2.3)", "a smaller eval_steps", absent="unknown"
         ),
-        case(FOUR + LEARNED, "the model learned: ebft/ce_loss improved", absent=TOO_FEW),
-        case([], "Outcome: unknown", "test_datasets"),
         # the first evaluation is that of the base model, unless it follows steps of training
         case(CFM, absent="base model"),
         case(CFM[1:], f"{FIRST} 10 steps of training, so it is not one of the base model", "eval_on_start: true"),
         # an unknown outcome advises what is not set yet
         case(CFM[:1], UNKNOWN.format("one"), "smaller eval_steps", COMMAND, has_held_out=True, evaluate=COMMAND),
         case([], UNKNOWN.format("no"), "or eval_on_start: true), or", COMMAND, has_held_out=True, evaluate=COMMAND),
-        case([], 'eval_strategy is "no"', absent="eval_on_start", has_held_out=True, eval_strategy="no"),
         case([], "Set test_datasets or val_set_size with eval_steps", absent=COMMAND, evaluate=COMMAND),
         # a model did not learn if a held-out metric is far worse
         case(evaluated(eval_loss=[3, 9]) + falling(), "loss improved, but eval_loss moved in the wrong direction"),
@@ -97,13 +92,6 @@ def test_whitened_rewards_of_training_give_no_verdict():
     assert "whitened rewards of training cannot be compared" in training_outcome(rewards, use_whitening=True)
 
 
-def test_unresolved_health_conditions_are_said_first():
-    for log in ([], KNOWN):
-        text = training_outcome(log, unresolved=["no signal", "low alignment"])
-        assert "\nReported in health.jsonl and still so at the end: no signal, low alignment." in text
-        assert "health.jsonl" not in training_outcome(log)
-
-
 def verdicts(logs):
     found = [training_outcome(log).split("\n")[0] for log in logs]
     return sum("improved" in verdict or "worse" in verdict for verdict in found)
@@ -117,16 +105,9 @@ def test_noise_of_evaluations_rarely_gives_a_verdict(count, names):
     assert verdicts(evaluated(**draw()) for _ in range(400)) < 0.05 * 400
 
 
-def test_noise_of_training_logs_rarely_gives_a_verdict():
-    assert verdicts(training("reward", [0.5] * 50, spread=0.3, seed=seed) for seed in range(100)) < 0.05 * 100
-    random = Random(0)
-    entry = lambda i: {"step": i, "ebft/ce_loss": random.gauss(2, 1), "ebft/alignment": random.random()}
-    assert verdicts([entry(i) for i in range(8)] for _ in range(400)) < 0.05 * 400
-
-
-@pytest.mark.parametrize("correlation", [0.5, 0.8, 0.9, 0.95])
-@pytest.mark.parametrize("count", [10, 50, 300])
-def test_correlated_noise_of_training_logs_rarely_gives_a_verdict(count, correlation):
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("count", [8, 50, 300])
+def test_noise_of_training_logs_rarely_gives_a_verdict(count, correlation):
     noise = np.random.default_rng(count).standard_normal((2, 300, count))
     for time in range(1, count):
         noise[..., time] *= math.sqrt(1 - correlation**2)

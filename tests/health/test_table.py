@@ -111,17 +111,14 @@ def test_other_metrics_of_a_condition():
     sampling = {"sampling__importance_sampling_ratio__min": [0.001] * 12}
     for name, metrics in (
         (None, {"ebft__diversity": noisy(1.98, 0.002, 60)}),  # alike before training
-        (None, {"loss": noisy(0, 0.01, 10) + noisy(4, 0.1, 20), "reward": noisy(1, 0.1, 30)}),  # no cross-entropy
         # at once, before there is a start
         ("cross-entropy diverges", {"loss": noisy(2.4, 0.1, 3) + noisy(40, 10, 10)}),
         ("cross-entropy diverges", {"loss": noisy(2.4, 0.05, 10) + noisy(3.2, 0.05, 20)}),
         ("cross-entropy diverges", {"eval_ce_loss": [2.0, 2.5, 2.6]}),
         (None, {"loss": [math.exp(value) for value in noisy(0, 0.7, 300)]}),  # batches differ
-        (None, {"loss": (noisy(0.1, 0.01, 9) + [0.4]) * 6}),  # too small to matter
         ("feature matching diverges", {"ebft__cfm_loss": [200.0] * 12}),
         ("feature matching diverges", {"eval_cfm_loss": [0.1, 0.2, 0.3]}),
         ("no signal", {"ebft__advantages_std": [0.0] * 12}),
-        ("no signal", {"grad_norm": [0.0] * 22}),
         ("off-policy drift", {"clip_ratio__region_mean": [0.4] * 12}),
         ("off-policy drift", {**sampling, "sampling__sampling_logp_difference__mean": [0.3] * 12}),
     ):
@@ -143,14 +140,11 @@ OTHER_SETTINGS = [
     # the diversity of identical samples depends on the feature space
     (alike(0.4), {"samples": 4, "whitened": True}, "samples become identical"),
     (alike(0.2), {"samples": 8, "whitened": True}, "samples become identical"),
-    (alike(0.1), {"samples": 8, "whitened": True}, None),
     (alike(0.4), {"samples": 4, "whitened": False}, None),
-    (alike(1.99), {"samples": 4, "whitened": None}, None),
     # samples that become similar change the space
     (CASES[RISING][0], {"whitened": True}, None),
     # infinite gradients of the scaler are normal
     (SCALED, {"fp16": True}, None),
-    (SCALED, {}, "non-finite values"),
     (entries(grad_norm=[NAN] * 3), {"fp16": True}, "non-finite values"),
     # the entropy is that of given completions, and the divergence of KTO a sum over tokens
     (with_rewards("entropy collapse", "chosen"), {}, None),

@@ -7,7 +7,6 @@ import pytest
 
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.agent import NEUTRAL
-from tests.cli.conftest import plain
 
 
 @pytest.fixture
@@ -61,17 +60,3 @@ def test_one_machine_and_cpu(shown, run_file, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert not shown(0, "--num-processes 2")[0].startswith("OMP_NUM_THREADS")
     assert shown(1) == [sys.executable, "-m", "ebft", "train", str(run_file)]
-
-
-def test_options_that_a_launcher_does_not_know(ebft, run_file):
-    result = ebft("train", run_file, "--num-processes", "2", "--", "--no-such-option")
-    assert result.exit_code == 2 and "accelerate does not accept them: unrecognized" in plain(result.stderr)
-
-
-def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
-    run_file.write_text(run_file.read_text() + "pad_to_sequence_len: true\n")
-    monkeypatch.setattr("ebft.tools.launch.agent.launch", lambda plan, words: 0)
-    monkeypatch.setattr("ebft.tools.cli.training.train_here", lambda *given: None)
-    with pytest.warns(UserWarning, match="pad_to_sequence_len"):
-        assert ebft("train", run_file, "--launcher", "python").exit_code == 0
-    assert ebft("train", run_file, "--num-processes", "2").exit_code == 0

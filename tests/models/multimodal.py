@@ -3,41 +3,15 @@
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-_TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
-_MOE = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "global_head_dim": 8,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 512,
-    "num_kv_shared_layers": 0,
-    "enable_moe_block": True,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 16,
-    "num_global_key_value_heads": 2,
-    "sliding_window": 8,
-}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-    "num_key_value_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+         "num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 1}  # fmt: skip
+_MOE = {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 4,
+        "top_k_experts": 2, "moe_intermediate_size": 16, "num_global_key_value_heads": 2,
+        "sliding_window": 8}  # fmt: skip
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
+           "num_key_value_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 _MIXED = ["conv", "full_attention"]
 # The classes of the text and of the vision model, and what the text model has besides. Each kind of multimodal model
 # stores its weights under other names.

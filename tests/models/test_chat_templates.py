@@ -7,7 +7,7 @@ from datasets import Dataset
 from jinja2 import TemplateError
 
 from ebft.data.apply import Source, tokenise
-from ebft.models.tokenizer import NAMES, apply_chat_template_choice, load_tokenizer, named_template
+from ebft.models.tokenizer import NAMES, apply_chat_template_choice, named_template
 from ebft.run.config.schema import RunConfig
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -146,13 +146,10 @@ def test_the_template_of_the_tokenizer_is_replaced_unless_it_has_the_same_format
         assert tokenizer.chat_template == named_template(name)
 
 
-@pytest.mark.parametrize(
-    ("choice", "markers"),
-    [
-        ("llama3", "llama3 writes <|start_header_id|>, <|end_header_id|>, <|eot_id|>, which the vocabulary lacks"),
-        ("<|a|>{{ messages[0].content }}", "'<|a|>{{ messages[0].content }}' writes <|a|>, which the vocabulary lacks"),
-    ],
-)
+@pytest.mark.parametrize(("choice", "markers"), [
+    ("llama3", "llama3 writes <|start_header_id|>, <|end_header_id|>, <|eot_id|>, which the vocabulary lacks"),
+    ("<|a|>{{ messages[0].content }}", "'<|a|>{{ messages[0].content }}' writes <|a|>, which the vocabulary lacks"),
+])  # fmt: skip
 def test_markers_that_the_tokenizer_splits_give_one_warning(tokenizer, choice, markers):
     tokenizer.chat_template = None
     with warnings.catch_warnings(record=True) as caught:
@@ -161,12 +158,3 @@ def test_markers_that_the_tokenizer_splits_give_one_warning(tokenizer, choice, m
         apply_chat_template_choice(tokenizer, choice)  # as with a model that was trained so
     (message,) = (str(each.message) for each in caught)
     assert message.startswith(f"chat_template: {markers}") and "Add them: tokens: [" in message
-
-
-def test_added_markers_give_no_warning(make_config):
-    keys = {"chat_template": "chatml", "special_tokens": {"pad_token": "<|end|>"}}
-    with pytest.warns(UserWarning, match="chat_template: chatml writes"):
-        load_tokenizer(make_config(**keys))
-    with warnings.catch_warnings(action="error"):
-        load_tokenizer(make_config(**keys, tokens=["<|im_start|>", "<|im_end|>"]))
-        load_tokenizer(make_config(**{**keys, "chat_template": "alpaca"}))  # markers that are words

@@ -6,15 +6,6 @@ from safetensors.torch import save_file
 
 from ebft import files
 from ebft.files import sample_hash, weights_hash
-from ebft.run.resume_compat import model_folder
-
-
-def test_nothing_to_describe(tmp_path):
-    assert weights_hash(tmp_path) is None and weights_hash(tmp_path, "x.gguf") is None
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert weights_hash(tmp_path) is None
-    assert model_folder(str(tmp_path)) == tmp_path
-    assert model_folder("nobody/of-this-name") is None and model_folder("no id of the Hub/at all/") is None
 
 
 @pytest.fixture(params=[2**26, 0], ids=["whole", "sampled"])

@@ -12,18 +12,10 @@ GIB = 2**30
 IDLE, BUSY, SMALL = (79 * GIB, 80 * GIB), (60 * GIB, 80 * GIB), (8 * GIB, 8 * GIB)
 
 
-@pytest.mark.parametrize(
-    "gpus, taken, found",
-    [
-        ([IDLE], 0, None),
-        ([BUSY, IDLE], 0, "cuda:1"),
-        ([IDLE, BUSY], 0, None),
-        ([IDLE, BUSY], 1, "cuda:0"),
-        ([BUSY, SMALL], 0, None),
-        ([BUSY, SMALL, BUSY, IDLE], 0, "cuda:3"),
-        ([BUSY, IDLE], None, None),
-    ],
-)
+@pytest.mark.parametrize("gpus, taken, found", [
+    ([IDLE], 0, None), ([BUSY, IDLE], 0, "cuda:1"), ([IDLE, BUSY], 1, "cuda:0"),
+    ([BUSY, SMALL, BUSY, IDLE], 0, "cuda:3"), ([BUSY, IDLE], None, None),
+])  # fmt: skip
 def test_the_idle_gpu_with_the_most_memory(monkeypatch, gpus, taken, found):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: gpus[index])

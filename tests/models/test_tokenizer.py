@@ -5,10 +5,7 @@ import warnings
 import pytest
 from transformers import AutoTokenizer
 
-from ebft.errors import ModelError
 from ebft.models.tokenizer import load_tokenizer, named_template
-
-CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 def test_eos_pads_with_one_warning(make_config):
@@ -46,16 +43,6 @@ def test_reserved_tokens_get_other_texts(make_config, reserving, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "again").decode([512, 513, 514]) == "<|think|><|reserved_1|><note>"
 
 
-@pytest.mark.parametrize("texts", [{512: "<a>", 513: "<a>"}, {513: "<plain_0>"}])
-def test_texts_that_do_not_belong_to_one_token(make_config, reserving, texts):
-    with pytest.raises(ModelError, match="does not keep these texts for their ids.* a text that is not a token"):
-        load_tokenizer(make_config(tokenizer_config=reserving, added_tokens_overrides=texts))
-
-
-def template_of(make_config, choice):
-    return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}, chat_template=choice))
-
-
 def test_names_of_models_keep_the_template_of_the_tokenizer(make_config, tiny_tokenizer_dir, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.chat_template = "{{ messages | length }} messages"
@@ -65,24 +52,6 @@ def test_names_of_models_keep_the_template_of_the_tokenizer(make_config, tiny_to
         found = load_tokenizer(make_config(**keys, chat_template="pixtral"))
     again = load_tokenizer(make_config(**keys, chat_template="tokenizer_default_fallback_phi_4"))
     assert found.chat_template == again.chat_template == tokenizer.chat_template
-    fallback = template_of(make_config, "tokenizer_default_fallback_phi_4")
+    del keys["tokenizer_config"]
+    fallback = load_tokenizer(make_config(**keys, chat_template="tokenizer_default_fallback_phi_4"))
     assert fallback.chat_template == named_template("phi_4")
-
-
-def test_template_from_text_and_file(make_config, tmp_path):
-    text = "{% for m in messages %}{{ m.content }}|{% endfor %}"
-    (tmp_path / "own.jinja").write_text(text)
-    for choice in (text, str(tmp_path / "own.jinja")):
-        assert template_of(make_config, choice).apply_chat_template(CHAT, tokenize=False) == "Hi|Hello|"
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("chatlm",
-         "'chatlm'; expected a known name .alpaca, chatml, .*qwen_25, tokenizer_default, or .*path of a file"),
-    ],
-)  # fmt: skip
-def test_unusable_templates(make_config, choice, message):
-    with pytest.raises(ModelError, match=message):
-        template_of(make_config, choice)

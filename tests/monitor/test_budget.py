@@ -19,11 +19,9 @@ def entries(trainer):
 def test_totals_are_logged_with_the_loss_and_at_the_end(tmp_path):
     """Evaluations are free."""
     flops = []
-    for keys in (
-        {},
-        {"evaluation": [{"input_ids": list(range(3, 12))}] * 4, "eval_strategy": "steps", "eval_steps": 1},
-    ):
-        keys |= {"logging_steps": 2, "gradient_accumulation_steps": 2}
+    evaluates = {"evaluation": [{"input_ids": list(range(3, 12))}] * 4, "eval_strategy": "steps", "eval_steps": 1}
+    for keys in ({}, evaluates):
+        keys = {"logging_steps": 2, "gradient_accumulation_steps": 2, **keys}
         trainer = plain_trainer(tmp_path, tiny_model("llama"), **keys)
         trainer.train()
         found = entries(trainer)

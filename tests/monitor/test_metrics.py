@@ -25,16 +25,8 @@ def test_means_are_over_items_not_over_batches(one):
 
 
 def test_numbers_are_read_in_their_order_and_without_rounding():
-    numbers = [
-        2,
-        torch.tensor(0.1),
-        torch.tensor(2**40 + 1),
-        0.25,
-        torch.tensor(True),
-        torch.tensor(0.7, dtype=torch.float64),
-    ]
-    assert read_numbers(numbers) == [2.0, torch.tensor(0.1).item(), 2.0**40 + 1, 0.25, 1.0, 0.7]
-    assert read_numbers([]) == []
+    numbers = [2, torch.tensor(0.1), torch.tensor(2**40 + 1), 0.25, torch.tensor(0.7, dtype=torch.float64)]
+    assert read_numbers(numbers) == [2.0, torch.tensor(0.1).item(), 2.0**40 + 1, 0.25, 0.7]
 
 
 def test_rates_cover_the_time_since_the_last_report(one):

@@ -95,8 +95,7 @@ def test_a_new_run_moves_the_files_of_the_one_before_when_its_training_starts(ru
     with pytest.warns(UserWarning, match="training starts from the beginning"):  # without checkpoints
         train(quietly(run_file, [*keys[:1], "max_steps=2", AUTO]))
     assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2} and not (out / START).exists()
-    assert all((out / PREVIOUS / "1" / name).is_file() for name in (METRICS, RUN, ROLLOUTS, HEALTH))
-    assert "resumed_from_step" not in read(out / RUN) and steps_with_a_loss(out / PREVIOUS / "1") == [1]
+    assert {METRICS, RUN, ROLLOUTS, HEALTH} <= {path.name for path in (out / PREVIOUS / "1").iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:output_dir", "ignore:Training is already complete")
@@ -113,16 +112,6 @@ def test_the_evaluation_of_an_earlier_run_is_not_that_of_a_new_one(run_file, out
     write(out / EVALUATION, [compared])
     train(quietly(run_file, [*keys, "max_steps=2", AUTO]))  # nothing to train: it is still the evaluation of this model
     assert (out / EVALUATION).is_file()
-
-
-def test_a_run_that_starts_is_followed_in_the_folder_of_an_earlier_one(tmp_path):
-    (tmp_path / METRICS).write_text('{"step": 1}\n')
-    (tmp_path / RUN).write_text('{"state": "stopped"}')
-    files = RunFiles(tmp_path, {})
-    files.start()
-    assert read_run(tmp_path)["state"] == "running" and (tmp_path / METRICS).is_file()
-    assert not files.end("failed", "an error")
-    assert read_run(tmp_path) == {"state": "stopped"}
 
 
 def test_removing_lines_of_repeated_steps(tmp_path):

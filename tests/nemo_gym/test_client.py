@@ -7,10 +7,9 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from ebft.errors import ConfigError, RolloutError
+from ebft.errors import ConfigError
 from ebft.nemo_gym.client import ATTEMPTS, Failure, GymClient
 from tests.nemo_gym.servers import slow
-from tests.serving.processes import free_port
 
 
 def test_servers_by_the_names_of_the_config(gym, client):
@@ -30,14 +29,6 @@ def test_servers_by_the_names_of_the_config(gym, client):
     for name, found in (("tools", "tools_simple_agent, second"), ("math", "none")):
         with pytest.raises(ConfigError, match=f"one agent for the resources server {name}, but NeMo Gym has {found}"):
             servers.agent(name)
-
-
-def test_no_head_server():
-    client = GymClient(free_port(), timeout=1.0)
-    assert not client.is_up()
-    with pytest.raises(RolloutError, match="head server at .* is not ready after 0.5 s .*Start NeMo Gym with ng"):
-        client.servers(0.5)
-    client.close()
 
 
 BROKEN = Failure(f'status 500: {{"detail": "broken"}} ({ATTEMPTS} attempts)')

@@ -63,15 +63,10 @@ def test_configs_of_other_trainers(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "changes", "message"), [
-    (SINGLE, {"nemo_gym_datasets": None}, "nemo_gym_enabled: true needs nemo_gym_datasets"),
     (SINGLE, {"nemo_gym_multi_turn": True}, "uses the reward nemo_gym_env: add it .*in place of nemo_gym_verify"),
     (SINGLE, {"nemo_gym_dir": "/other"}, "list different files: /other/resources.*Remove datasets"),
-    (SINGLE, {"rl": "ebft"}, "nemo_gym_enabled: true needs rl: grpo"),
-    (SINGLE, {"datasets": [CHAT]}, "chat.* does not read rows of NeMo Gym"),
     (SINGLE, {"nemo_gym_datasets": [{"path": "a", "max_samples": 3}], "nemo_gym_dir": "/gym",
               "datasets": [{**CHAT, "path": "/gym/a", "split": "train[5:]"}]}, "contradicts its max_samples"),
-    (MULTI, {"adapter": None}, "needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora"),
-    (MULTI, {"trl": {**OF_MULTI, "tools": ["json.loads"]}}, "trl.tools has no effect with nemo_gym_multi"),
     (MULTI, {"trl": {**OF_MULTI, "top_k": 20}}, "trl.top_k: NeMo Gym's agents do not send it"),
 ])  # fmt: skip
 def test_contradictions(text, changes, message):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ebft.errors import ConfigError, RolloutError
-from ebft.nemo_gym.rewards import Call, GymAgents, check_agents, joined_calls, request_body
+from ebft.errors import RolloutError
+from ebft.nemo_gym.rewards import Call, GymAgents, joined_calls, request_body
 from tests.nemo_gym.servers import row
 
 SAMPLING = {"model": "ebft-1-step-3", "temperature": 0.8, "top_p": 1.0, "max_output_tokens": 16}
@@ -95,15 +95,6 @@ def test_the_part_with_the_most_sampled_tokens_is_kept_with_one_warning(gym, cli
     assert (last.prompt_ids, last.ids) == ([1, 2], [8])  # the last of equal ones
 
 
-def test_a_failed_run_is_left_out(gym, client):
-    good = ([item([1, 2], [5])], 1.0)
-    with pytest.warns(UserWarning, match="2 of 3 requests.*left out of the loss.*/run"):
-        found, _ = run(gym, client, [(400, {"detail": "bad"}), good, ([item([1], [])], 0.0)])
-    assert [rollout.reward for rollout in found] == [None, 1.0, None]
-    assert [sum(rollout.generated) for rollout in found] == [0, 1, 0]
-    assert all(len(rollout.ids) == len(rollout.generated) == len(rollout.logps) >= 1 for rollout in found)
-
-
 NO_IDS = {"prompt_token_ids": None, "generation_token_ids": None, "generation_log_probs": None}
 
 
@@ -122,15 +113,3 @@ def test_an_empty_reply_is_a_failed_run_and_not_an_error_of_the_setup(gym, clien
     with pytest.warns(UserWarning, match="the conversation may exceed the server's max_model_len"):
         found, _ = run(gym, client, [([empty], 0.0), ([item([1], [2])], 1.0)])
     assert [rollout.reward for rollout in found] == [None, 1.0]
-
-
-def test_model_servers_are_checked_before_training(gym, client):
-    gym.resources("tools", lambda body: 1.0)
-    gym.agent("agent", lambda body: {})
-    gym.model()
-    check_agents(client.servers(5.0), ["tools", "agent"])
-    gym.model(model="Qwen/Qwen3-0.6B")
-    with pytest.raises(ConfigError, match="requests the model 'Qwen/Qwen3-0.6B', which is not trained. Set model: eb"):
-        check_agents(client.servers(5.0), ["tools"])
-    del gym.config["policy_model"]  # another kind of model server
-    check_agents(client.servers(5.0), ["tools"])

@@ -69,13 +69,11 @@ def test_all_messages_are_the_prompt(write_rows, load):
     assert [(message["role"], message["content"]) for message in second] == [("user", "plain text")]
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ('{"responses_create_params": {"input": [{"type": "computer_call"}]}}', "not a supported message"),
-    ('{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}', "not text"),
+@pytest.mark.parametrize(("item", "message"), [
+    ({"type": "computer_call"}, "not a supported message"), ({"role": "user", "content": [{"image": 1}]}, "not text"),
 ])  # fmt: skip
-def test_rows_that_are_not_of_nemo_gym(tmp_path, load, line, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(line + "\n")
+def test_items_that_would_be_left_out_are_refused(write_rows, load, item, message):
+    path = write_rows([{"responses_create_params": {"input": [item]}}])
     with pytest.raises(DataError, match=message):
         load({"path": str(path), "server_name": "s"})
 

@@ -60,13 +60,8 @@ def test_servers_that_run_already_are_used_and_none_are_started_unless_asked_for
         assert not (tmp_path / "gym" / "started.json").exists()
 
 
-@pytest.mark.parametrize(("program", "changes", "message"), [
-    (None, {}, "(?s)ng_run exited before NeMo Gym was up.*No such file or directory: .*ng_run"),
-    ("raise SystemExit('no config')", {}, "(?s)ng_run exited before NeMo Gym was up.*no config"),
-    ("import time; time.sleep(60)", {"nemo_gym_server_timeout": 1.5}, "not up at .* within 1.5 s"),
-])  # fmt: skip
-def test_servers_that_do_not_start(make, tmp_path, program, changes, message):
-    began = time.monotonic()
-    with pytest.raises(ServerError, match=message), started_servers(make(program, **changes), str(tmp_path)):
+def test_servers_that_do_not_start(make, tmp_path):
+    began, starting = time.monotonic(), started_servers(make("raise SystemExit('no config')"), str(tmp_path))
+    with pytest.raises(ServerError, match="(?s)ng_run exited before NeMo Gym was up.*no config"), starting:
         raise AssertionError("the block must not run")
     assert time.monotonic() - began < 15

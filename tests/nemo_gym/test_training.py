@@ -5,7 +5,6 @@ import json
 import pytest
 
 from ebft import train
-from ebft.errors import ConfigError
 from tests.nemo_gym.servers import config_of, row, text_in
 
 TRL = {"num_generations": 4, "max_completion_length": 8, "temperature": 1.0, "reward_funcs": ["nemo_gym_verify"]}
@@ -55,9 +54,3 @@ def test_advantages_follow_the_rewards_of_the_server_of_each_row(gym, make, tmp_
     steps = [entry for entry in result.trainer.state.log_history if "reward" in entry]
     assert [entry["reward"] for entry in steps] == pytest.approx([sum(rewards[:8]) / 8, sum(rewards[8:]) / 8])
     assert result.metrics["nemo_gym/failed"] == 0 and result.metrics["eval_reward"] > 0
-
-
-def test_an_unknown_server_is_an_error_before_the_model_is_loaded(gym, make):
-    gym.resources("other", lambda body: 1.0)
-    with pytest.raises(ConfigError, match="no server 'math'. Servers: other"):
-        train(make())

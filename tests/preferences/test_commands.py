@@ -9,7 +9,7 @@ from ebft.tools.doctor.rows import longest_rows, row_lengths
 from ebft.tools.evaluation.run import evaluate
 from ebft.tools.evaluation.task import load_held_out
 from tests.cli.conftest import ebft, plain
-from tests.preferences.runs import METHODS, TRAINERS, config_of, write_inputs
+from tests.preferences.runs import METHODS, config_of, write_inputs
 
 __all__ = ["ebft"]
 
@@ -53,23 +53,3 @@ def test_preprocess_shows_both_completions(ebft, run_file):
     assert "rejected" in run_file.with_name("rows.html").read_text()
     result = ebft("preprocess", run_file, "rl=kto", "--debug", "--count", "1")
     assert result.exit_code == 0 and "label" in plain(result.stdout) and "rejected" not in plain(result.stdout)
-
-
-@pytest.mark.slow
-def test_train_reports_margins_and_suggests_no_evaluation(ebft, run_file):
-    result = ebft("train", run_file)
-    text = plain(result.output)
-    assert result.exit_code == 0, text
-    assert "Method: dpo" in text and "preference | accuracy" in text and "held out | accuracy" in text
-    assert "Outcome: " in text and "ebft evaluate" not in text
-    card = run_file.with_name("out").joinpath("README.md").read_text()
-    assert "direct preference optimization (loss sigmoid)" in card
-    result = ebft("evaluate", run_file)
-    assert result.exit_code == 2 and "rl: dpo trains on preference data" in plain(result.output)
-
-
-@pytest.mark.slow
-def test_doctor_measures_a_step(ebft, run_file):
-    for method in TRAINERS:
-        result = ebft("doctor", run_file, f"rl={method}")
-        assert result.exit_code == 0 and "tokens" in plain(result.output), result.output

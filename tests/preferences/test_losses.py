@@ -86,7 +86,6 @@ def pair_loss(method, policy, base, row, dpo_loss_type="sigmoid", dpo_use_weight
         return one * torch.exp(sum(weight(policy, row["prompt_ids"], row[f"{side}_ids"]) for side in SIDES))
     return {
         "sigmoid_norm": -F.logsigmoid(BETA * of_means),
-        "robust": (0.8 * one + 0.2 * F.logsigmoid(-difference)) / 0.6,
         "exo_pair": share * (share / 0.9).log() + (1 - share) * ((1 - share) / 0.1).log(),
         "sigmoid hinge": one + 0.25 * torch.relu(1 - difference),
     }.get(dpo_loss_type if isinstance(dpo_loss_type, str) else " ".join(dpo_loss_type), one)
@@ -101,7 +100,6 @@ PRECOMPUTED = {"precompute_ref_log_probs": True}
     ("dpo", True, PRECOMPUTED), ("dpo", False, PRECOMPUTED),
     ("dpo", True, {"dpo_use_weighting": True}), ("dpo", False, {"dpo_use_weighting": True}),
     ("dpo", False, {"dpo_loss_type": ["sigmoid", "hinge"], "dpo_loss_weights": [1.0, 0.25]}),
-    ("dpo", True, {"dpo_loss_type": "robust", "dpo_label_smoothing": 0.2}),
     ("dpo", True, {"dpo_loss_type": "exo_pair", "dpo_label_smoothing": 0.1}),
     ("dpo", True, {"dpo_loss_type": "sigmoid_norm"}),
     # Modules that are trained fully are those of the base model in the reference.

@@ -101,16 +101,6 @@ def pair_two_and_two():
 
 
 @pytest.mark.slow
-def test_kto_pairs_the_rows_of_each_process(inputs, tmp_path):
-    """Otherwise two processes train as one, with the KL term of all rows."""
-    keys = {"val_set_size": 4, "kto_desirable_weight": 2.0}
-    one = run("kto", inputs, tmp_path / "one", 1, pair_two_and_two, **keys, eval_batch_size=4)
-    assert any(entry.get("kl", 0) > 1e-4 for entry in one[0])
-    for number, kind in enumerate(KINDS):
-        assert_same(run("kto", inputs, tmp_path / f"two{number}", 2, **keys, **kind, eval_batch_size=2), one)
-
-
-@pytest.mark.slow
 def test_a_reference_adapter_and_resuming(inputs, tmp_path):
     """The reference is the adapter that a run continues, also in checkpoints whose parts processes save."""
     run("dpo", inputs, tmp_path / "before", 1)

@@ -1,14 +1,11 @@
 """Runs of the preference methods: checkpoints, the reference model, prepared rows, and continuing other runs."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ebft import train
 from tests.golden.runs import is_of_the_machine
-from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, pairs, trained, write_inputs
+from tests.preferences.runs import TRAINERS, pairs, trained, write_inputs
 from tests.preferences.test_losses import completions
 
 
@@ -59,44 +56,6 @@ def test_metrics_of_an_incomplete_micro_batch_are_means_over_rows(method, tmp_pa
             torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_a_new_adapter_is_compared_with_the_base_model(method, tmp_path):
-    result = trained(method, write_inputs(tmp_path), max_steps=1)
-    assert list(result.model.peft_config) == ["default"] and result.trainer.ref_model is None
-    trainable = [name for name, weight in result.model.named_parameters() if weight.requires_grad]
-    assert trainable and all(".default." in name for name in trainable)
-    (first,) = [entry for entry in result.trainer.state.log_history if "rewards/margins" in entry]
-    assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)  # both are the same before the first step
-    assert not (tmp_path / "out" / "ref").exists() and not (tmp_path / "out" / "health.jsonl").exists()
-    assert result.metrics["budget/documents"] == 2 and result.metrics["budget/generated_tokens"] == 0
-
-
-@pytest.mark.parametrize(("method", "precompute"), [("dpo", False), ("dpo", True), ("kto", False), ("kto", True)])
-def test_all_weights_are_compared_with_a_copy(method, precompute, tmp_path):
-    keys = {"adapter": False, "precompute_ref_log_probs": precompute, "max_steps": 1}
-    result = trained(method, write_inputs(tmp_path), **keys)
-    reference, base = result.trainer.ref_model, weights(tmp_path / "model")
-    assert (reference is None) == precompute
-    if reference is not None:
-        state = reference.state_dict()
-        assert all(torch.equal(base[name], state[name]) for name in base)
-        assert not any(weight.requires_grad for weight in reference.parameters())
-    assert not torch.equal(result.model.state_dict()["lm_head.weight"], base["lm_head.weight"])
-
-
-def test_precomputed_log_probabilities_are_those_of_training(tmp_path):
-    """Compared within the rounding of batches with other padding, in a run of several epochs."""
-    write_inputs(tmp_path)
-    keys = {"max_steps": 7, "val_set_size": 2, "eval_steps": 7, "dataset_prepared_path": str(tmp_path / "prepared")}
-    runs = [trained("dpo", tmp_path, **keys, precompute_ref_log_probs=precompute) for precompute in (False, True)]
-    for plain, precomputed in zip(*map(logged, runs), strict=True):
-        for name, value in plain.items():
-            if not name.startswith("budget/"):
-                assert precomputed[name] == pytest.approx(value, rel=1e-3, abs=1e-3), name
-    assert runs[1].metrics["budget/flops"] < runs[0].metrics["budget/flops"]
-    assert not list((tmp_path / "prepared").rglob("cache-*"))
-
-
 @pytest.mark.parametrize("precompute", [False, True])
 def test_batches_of_kto_are_shuffled_unless_pairs_are_fixed(precompute, tmp_path):
     """Ten epochs of two batches: each has every row once, and its other completions are those of its batches."""
@@ -131,36 +90,3 @@ def test_prepared_rows_are_left_as_they_are(method, tmp_path):
     second = trained(method, tmp_path, **keys)
     assert sorted(path for path in prepared.rglob("*") if path.is_file()) == files
     assert logged(plain) == logged(first) == logged(second)
-
-
-def ebft_config(folder, **changes):
-    ebft = {"mode": "strided", "stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 2}
-    keys = {"rl": "ebft", "ebft": ebft, "datasets": [{"path": str(folder / "texts.jsonl"), "type": "completion"}]}
-    return config_of("ebft", folder, **{**keys, "sequence_len": 64, "max_steps": 2, **changes})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", TRAINERS)
-def test_an_adapter_goes_from_ebft_to_preferences_and_back(method, tmp_path):
-    write_inputs(tmp_path)
-    texts = [{"text": row["question"] + " " + row["chosen"]} for row in pairs()]
-    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    train(ebft_config(tmp_path, output_dir=str(tmp_path / "first")))
-    keys = {"lora_model_dir": str(tmp_path / "first"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    second = trained(method, tmp_path, **keys)
-    start = weights(tmp_path / "first")
-    assert any(not torch.equal(start[name], weights(tmp_path / "out")[name]) for name in start)
-    if method in WITH_REFERENCE:  # the policy is compared with the adapter that it started from
-        reference = {n: w for n, w in second.model.named_parameters() if ".ref." in n}
-        assert len(reference) == len(start) and not any(weight.requires_grad for weight in reference.values())
-        for name, value in start.items():
-            key = name.replace(".lora_A.", ".lora_A.ref.").replace(".lora_B.", ".lora_B.ref.")
-            assert torch.equal(reference[key], value)
-        first = second.trainer.state.log_history[0]
-        assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)
-    again = trained(method, tmp_path, **{**keys, "output_dir": str(tmp_path / "again"),
-                                         "resume_from_checkpoint": str(tmp_path / "out/checkpoint-2")})  # fmt: skip
-    assert logged(again) == logged(second)
-    third = train(ebft_config(tmp_path, output_dir=str(tmp_path / "third"), lora_model_dir=str(tmp_path / "out")))
-    assert third.trainer.state.global_step == 2
-    assert list(third.model.peft_config) == ["default"]

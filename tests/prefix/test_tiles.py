@@ -127,22 +127,6 @@ def test_batched_tiles_give_what_the_tiles_give_apart(softcap, dtype, monkeypatc
     close(in_tiles(scores, *inputs, tiles=[stack]), in_tiles(scores, *inputs), inputs)
 
 
-def tile(first_row, rows, width):
-    return Tile(slice(first_row, first_row + rows), slice(0, width), torch.zeros(rows, 0, dtype=torch.bool))
-
-
-def test_what_is_stacked(monkeypatch):
-    """Neighbours of about one size, as long as their scores stay few; sinks leave all of them apart."""
-    parts = [tile(0, 10, 20), tile(10, 10, 22), tile(20, 10, 200), tile(30, 9, 200)]
-    kinds = [(type(part).__name__, part.rows.start, part.rows.stop) for part in batch_tiles(parts, 2)]
-    assert kinds == [("BatchedTiles", 0, 20), ("BatchedTiles", 20, 39)]
-    assert batch_tiles(parts, None) == parts
-    parts = [tile(0, 10, 20), tile(10, 10, 20), tile(20, 10, 20)]
-    monkeypatch.setattr(tiling, "_SCORES", 2 * 2 * 10 * 20)
-    assert [part.rows for part in batch_tiles(parts, 2)] == [slice(0, 20), slice(20, 30)]
-    assert [part.rows for part in batch_tiles(parts, 5)] == [p.rows for p in parts]
-
-
 def test_a_mask_is_sliced_as_a_whole_only():
     """Gemma 4 of transformers 5.24 takes the rows of the last `logits_to_keep` queries, which are all of them here."""
     pattern = MaskPattern(lambda *positions: True)

@@ -9,6 +9,7 @@ from ebft.config.options import EBFTSection
 from ebft.data.batches import pack_rows
 from ebft.methods.views import (
     ComparisonView,
+    PreferenceView,
     PromptView,
     SFTView,
     StepView,
@@ -56,10 +57,8 @@ def test_a_document_with_a_prompt(tokenizer):
     [part] = strided_view(tokenizer, ce_coef=0.1)(row(tokenizer, "abc", "defghi", masked=[5])).parts
     assert part.title == "document" and learned(part) == "___de_ghi"
     assert [token.anchor for token in part.tokens] == [None, None, None, None, 4, None, 6, None, None]
-    assert [(block.anchor, block.context, block.reference) for block in part.blocks] == [
-        (4, "abcd", "ef"),
-        (6, "abcdef", "gh"),
-    ]
+    blocks = [(block.anchor, block.context, block.reference) for block in part.blocks]
+    assert blocks == [(4, "abcd", "ef"), (6, "abcdef", "gh")]
     facts = dict(part.facts)
     assert facts["prompt"] == "3 tokens" and facts["first anchor"] == "4"
     assert facts["blocks"] == "2, stride 2, up to 2 tokens each" and facts["sampled"].startswith("up to 12 tokens")
@@ -88,15 +87,6 @@ def test_a_packed_row_has_its_documents(tokenizer):
     assert [block.reference for block in second.blocks] == ["zu", "vw"]
 
 
-def test_sft_learns_labels_except_at_the_first_token(tokenizer):
-    shown = lambda row: (SFTView(tokenizer)(row).parts[0], dict(SFTView(tokenizer)(row).parts[0].facts))
-    assert learned(shown(row(tokenizer, "", "abcd", masked=[2]))[0]) == "_b_d"
-    # Tokens before the last turn are no prompt if an earlier turn is trained on.
-    part, facts = shown({**row(tokenizer, "", "abcdef", masked=[0, 2, 3]), "prompt_length": 4})
-    assert learned(part) == "_b__ef"
-    assert facts == {"before the last turn": "4 tokens", "in the cross-entropy": "3 of 6 tokens"}
-
-
 def roles(part):
     """The runs of a part as (role, text), which cover all of its tokens."""
     assert [place for run in part.roles for place in range(run.start, run.stop)] == list(range(len(part.tokens)))
@@ -116,24 +106,17 @@ def trained_row(tokenizer, *pieces):
     return given | {"prompt_length": sum(len(tokens) for tokens, _ in segments[:before])}
 
 
+FIRST = [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID)]
+SECOND = [*FIRST, ("between turns", GAP), ("reference", "de"), ("end of turn", SAID)]
+
+
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
-        ([(ASKED, False), ("ab" + SAID, True)], [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID)]),
-        (
-            [(ASKED, False), ("ab" + SAID, True), (r"\n", False)],
-            [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID + r"\n")],
-        ),
-        (
-            [(ASKED, False), ("ab" + SAID, True), (GAP, False), ("de" + SAID + r"\n", True)],
-            [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID), ("between turns", GAP)]
-            + [("reference", "de"), ("end of turn", SAID + r"\n")],
-        ),
-        (  # the end of a turn has no label
-            [(ASKED, False), ("ab", True), (SAID + GAP, False), ("de", True), (SAID, False)],
-            [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID), ("between turns", GAP)]
-            + [("reference", "de"), ("end of turn", SAID)],
-        ),
+        ([(ASKED, False), ("ab" + SAID, True)], FIRST),
+        ([(ASKED, False), ("ab" + SAID, True), (GAP, False), ("de" + SAID, True)], SECOND),
+        # the end of a turn has no label
+        ([(ASKED, False), ("ab", True), (SAID + GAP, False), ("de", True), (SAID, False)], SECOND),
         ([("abc<|endoftext|>", True)], [("text", "abc<|endoftext|>")]),
     ],
 )
@@ -215,3 +198,22 @@ def test_texts_are_printable_and_keep_spaces(tokenizer):
     assert texts.texts(ids(tokenizer, "a b\n")) == ["a", " ", "b", "\\n"]
     assert texts.texts(ids(tokenizer, "é")) == ["Ã", "©"]  # as the tokenizer spells bytes
     assert one_line("\x1b[31m") == "\\x1b[31m" and one_line({"a": "\n"}) == "{'a': '\\n'}"
+
+
+def scored(part):
+    """The text of a part, with the scored tokens in brackets."""
+    return "".join(f"[{token.text}]" if token.label != -100 else token.text for token in part.tokens)
+
+
+def test_chosen_and_rejected_and_a_completion_with_its_label(tokenizer):
+    ids = {f"{name}_ids": tokenizer(text)["input_ids"] for name, text in (("prompt", "Hi"), ("chosen", "yo"))}
+    view = PreferenceView(tokenizer)({**ids, "rejected_ids": tokenizer("no<|im_end|>")["input_ids"]})
+    assert [part.title for part in view.parts] == ["chosen", "rejected"] and view.columns == []
+    assert [scored(part) for part in view.parts] == ["Hi[y][o]", "Hi[n][o][<|im_end|>]"]
+    chosen, rejected = [[(run.role, part.text(run)) for run in part.roles] for part in view.parts]
+    assert chosen == [("prompt", "Hi"), ("completion", "yo")]
+    assert rejected == [("prompt", "Hi"), ("completion", "no"), ("end of turn", "<|im_end|>")]
+    assert view.parts[1].facts == [("prompt", "2 tokens"), ("scored", "3 of 5 tokens")]
+    labelled = {"prompt_ids": ids["prompt_ids"], "completion_ids": ids["chosen_ids"], "label": False}
+    view = PreferenceView(tokenizer)(labelled)
+    assert [scored(part) for part in view.parts] == ["Hi[y][o]"] and view.columns == [("label", "false")]

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import time
 
-from ebft.errors import EBFTError
-
 
 def imported(prompts, **columns):
     """1 in a process that has imported PyTorch."""
@@ -83,21 +81,8 @@ class Odd(Exception):
         super().__init__(first)
 
 
-class OwnError(EBFTError):
-    """Cannot be unpickled, and is of this package's classes."""
-
-    def __init__(self, first, second):
-        super().__init__(first)
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise ValueError("no words")
-
-
 def raises(prompts, kind, **columns):
-    errors = {"timeout": TimeoutError("the sandbox did not answer"), "odd": Odd("no answer", 3), "mute": Mute()}
-    errors |= {"own": OwnError("no answer", 3)}
+    errors = {"timeout": TimeoutError("the sandbox did not answer"), "odd": Odd("no answer", 3)}
     raise errors[kind[0]]
 
 

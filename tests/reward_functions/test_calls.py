@@ -6,7 +6,6 @@ from collections import deque
 from functools import partial
 
 import pytest
-from torch import nn
 
 from ebft.errors import RewardError
 from ebft.reward_functions.calls import _own, checked_functions, run_in_chunks
@@ -38,11 +37,8 @@ def test_rewards_of_callable_objects_are_checked(make):
         assert call(prompts=["a", "b"]) == [1.0, None]
     for rewards, message in (
         ([1.0, float("nan")], "returned nan for completion 1"),
-        ([1.0, "2"], "returned '2' for completion 1"),
-        ({"a": 1, "b": 2}, "returned a dict"),
         ({0.5, 1.0}, "returned a set; it must return a list in the completions' order"),
         ({0.5: "a", 1.0: "b"}.keys(), "returned a dict_keys"),
-        (b"ab", "returned a bytes"),
         ([1.0], "returned 1 rewards for 2 completions"),
     ):
         with pytest.raises(RewardError, match=message):
@@ -54,13 +50,6 @@ def test_objects_whose_calls_are_coroutines():
     assert asyncio.iscoroutinefunction(call) and asyncio.run(call(prompts=["a", "b"])) == [1.0, 2.0]
     with pytest.raises(RewardError, match="returned nan"):
         asyncio.run(checked_functions(LaterJudge([float("nan")]))(prompts=["a"]))
-
-
-def test_names_for_logs_and_models():
-    names = [call.__name__ for call in checked_functions([Judge([]), partial(given, rewards=[]), given])]
-    assert names == ["Judge", "given", "given"]
-    model = nn.Linear(2, 1)
-    assert checked_functions([model, "some/model"]) == [model, "some/model"]
 
 
 def test_each_function_gets_its_own_lists():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ebft.reward_functions.processes import RewardWorkers
+from ebft.reward_functions.calls import RewardWorkers
 from ebft.run_files import is_alive
 from tests.reward_functions import functions
 
@@ -50,7 +50,7 @@ def test_programs_end_with_the_process_that_started_them(tmp_path, exit_code):
 
 def test_processes_end_with_a_killed_owner(tmp_path):
     code = (
-        "from ebft.reward_functions.processes import RewardWorkers\n"
+        "from ebft.reward_functions.calls import RewardWorkers\n"
         "from tests.reward_functions import functions\n"
         "if __name__ == '__main__':\n"
         f"    RewardWorkers(1, None, lambda: 1).parallel(functions.waits)(prompts=[{str(tmp_path / 'id')!r}])\n"

@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ebft import RunConfig, load_config, train
-from ebft.errors import ConfigError, EBFTError, ModelError
+from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_WEIGHTS
 from ebft.run.checks import check_runnable
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.reward import load_reward_model
-from ebft.tools.inference.models import model_in_folder
 from tests.reward_models.conftest import LORA, config_of
 
 
@@ -93,16 +92,6 @@ def test_models_that_cannot_give_rewards_are_refused_before_anything_is_loaded(r
         with pytest.raises(ConfigError, match=f"trl.reward_funcs: {folder} cannot give rewards"):
             check_runnable(grpo(model_dir, tmp_path, [str(folder)]))
     check_runnable(grpo(model_dir, tmp_path, [str(reward_dirs["full"])]))
-    (two / "config.json").write_text(json.dumps(config))
-    for name in ("none", "two"):  # without a folder, and without weights
-        with pytest.raises((ModelError, OSError)):
-            load_reward_model(str(tmp_path / name))
-
-
-def test_a_reward_model_is_no_language_model(reward_dirs):
-    for kind, flag in (("full", "reward_model"), ("lora", "reward_model"), ("process", "process_reward_model")):
-        with pytest.raises(EBFTError, match=f"is a model of {flag}: true, so |cannot be loaded on"):
-            model_in_folder(str(reward_dirs[kind]))
 
 
 def test_training_continues_from_a_reward_model_or_its_adapter(reward_dirs, make):

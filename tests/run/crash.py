@@ -10,16 +10,14 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -28,11 +26,9 @@ import ebft.preferences.experimental
 import ebft.preferences.trainers
 import ebft.reward_models
 import ebft.run.output
-import ebft.sft.stream
 import ebft.sft.trainer
 import ebft.strided
 import ebft.structured  # noqa: F401 (with those above: imported once, not by every process)
-import ebft.trainer
 from ebft import train
 from ebft.errors import EBFTError
 from ebft.run.callbacks import TrainingInterrupted
@@ -115,8 +111,7 @@ def config_of(method: str, inputs: Path, out: Path, **changes: Any) -> RunConfig
         return RunConfig.from_dict(values)
 
 
-@dataclass
-class Ended:
+class Ended(NamedTuple):
     """How a run ended: its exit code, which is minus the number of a signal, and what it printed."""
 
     code: int
@@ -195,26 +190,6 @@ def before(owner: Any, name: str, count: int, act: Callable[[], None] = kill) ->
             return original(*args, **kwargs)
 
         setattr(owner, name, spy)
-
-    return inject
-
-
-def after_calls(seed: int) -> Callable[[], None]:
-    """An injection: a kill at a random moment of training or saving, by the number of calls of functions until it."""
-
-    def inject() -> None:
-        left = [random.Random(seed).randrange(20_000, 400_000)]
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            left[0] -= 1
-            if left[0] <= 0:
-                kill()
-
-        def start(*_: Any, original: Any = ebft.trainer.OverTrainer._init_training_state) -> Any:
-            sys.setprofile(count)
-            return original(*_)
-
-        ebft.trainer.OverTrainer._init_training_state = start
 
     return inject
 

@@ -27,18 +27,6 @@ def test_an_ebft_card_says_what_was_done():
     assert "`ebft.top_p`" not in card and "train_runtime" not in card and CITED in card
 
 
-def test_cards_of_other_methods():
-    card, _ = card_of()
-    assert "all weights of `some/model`" in card and "cross-entropy" in card
-    assert CITED not in card and "## Results" not in card
-    rewards = {"reward_funcs": ["verifier.parses", "feature_matching"]}
-    card, header = card_of({"reward": 0.25}, rl="grpo", trl=rewards)
-    assert "GRPO on the rewards `verifier.parses`, `feature_matching`" in card and "| `reward` | 0.25 |" in card
-    assert header["tags"] == ["grpo"]
-    qlora = {**LORA, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
-    assert "a QLoRA adapter for `some/model`" in card_of(**qlora)[0]
-
-
 @pytest.mark.parametrize("by_name", [True, False])
 def test_the_card_of_a_fetched_model_names_its_origin_and_licence(by_name, tmp_path, monkeypatch):
     cache = tmp_path / "home" / "cache" / "smollm2"

@@ -41,7 +41,6 @@ def compare(make, monkeypatch):
         ({"rl": "ebft", "ebft": {"mode": "strided", "stride": 3}}, "ebft.mode, ebft.stride, rl"),
         ({"datasets": [{"path": "some/data", "type": "completion", "split": "test"}]}, "datasets"),
         ({"precision": "bf16"}, "the precision in effect"),
-        ({"rows": ROWS[:1]}, "the training rows"),
         ({"rows": [ROWS[0], {"input_ids": [4, 6]}]}, "the training rows"),
         ({"held_out": ROWS}, "the held-out rows"),
         ({"checkpoint": "out/checkpoint-4"}, "the checkpoint to resume from"),
@@ -65,10 +64,7 @@ def test_vllm_serves_what_is_trained(make, tmp_path):
     save_multimodal("gemma3", tmp_path / "whole")
     keys = {"rl": "ebft", "trl": {"use_vllm": True, "num_generations": 2}, "output_dir": str(tmp_path / "out")}
     keys |= {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True, "micro_batch_size": 2}
-    keys |= {
-        "datasets": [{"path": "unused", "type": "ebft_reasoning.transform"}],
-        "base_model": str(tmp_path / "whole"),
-    }
+    keys |= {"datasets": [{"path": "x", "type": "ebft_reasoning.transform"}], "base_model": str(tmp_path / "whole")}
     with pytest.raises(ConfigError, match=r"would serve all of .*whole \(gemma3\), but its text model \(gemma3_text\)"):
         train(make(**keys))
     pretrained_model(keys["base_model"]).save_pretrained(tmp_path / "text")

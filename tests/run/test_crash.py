@@ -72,8 +72,8 @@ def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, ou
     trained(config_of("grpo_synced_reference", inputs, out, max_steps=1))
     for name in ("synced_reference.safetensors", "ebft_checksums.json"):  # without checksums, no file is missed before
         (out / "checkpoint-1" / name).unlink()
-    said = trained(config_of("grpo_synced_reference", inputs, out, max_steps=2), 2)
-    assert "checkpoint" in said and "synced_reference.safetensors" in said
+    ended = crash.run(config_of("grpo_synced_reference", inputs, out, max_steps=2))
+    assert ended.code != 0 and "checkpoint-1/synced_reference.safetensors" in ended.output
 
 
 @pytest.mark.parametrize(
@@ -89,27 +89,11 @@ def test_an_evaluation_after_the_save_of_its_step_is_made_again(moment, saved, i
     assert evaluated == [3, 6, STEPS]
 
 
-def test_an_evaluation_that_ends_training_ends_a_resumed_run_too(inputs, out, tmp_path):
-    keys = {"eval_steps": None, "eval_strategy": "epoch", "early_stopping_patience": 1, "load_best_model_at_end": False}
-    keys |= {"learning_rate": 5.0, "max_grad_norm": 100.0, "max_steps": 20}
-    trained(config_of("sft_full", inputs, tmp_path / "whole", **keys))
-    trained(config_of("sft_full", inputs, out, **keys), KILLED, before(SFTTrainer, "prediction_step", 4))
-    trained(config_of("sft_full", inputs, out, **keys))
-    assert final_step(out) == 6 and result(out)[0] == result(tmp_path / "whole")[0]
-
-
 @pytest.mark.parametrize("method", ["sft", "reward_model", "strided", "structured"])
 def test_evaluations_do_not_change_training(method, unbroken):
     dropout = {"lora_dropout": 0.1} if method == "strided" else {}
     (often, _), (seldom, _) = unbroken(method, **dropout, eval_steps=1), unbroken(method, **dropout)
     assert often == seldom
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, out):
-    method = list(METHODS)[seed * 3 % len(METHODS)]
-    step = killed_and_resumed(method, crash.after_calls(seed), inputs, out)
-    assert result(out) == as_resumed(step, unbroken(method))
 
 
 PROCESSES = [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1)), ("sft_packed", (1, 2))]

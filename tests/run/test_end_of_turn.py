@@ -102,11 +102,9 @@ TEXT = {"row": {"text": "Hi"}, "type": "completion"}
         ({**LORA, "row": PAIR, "type": "passthrough", "rl": "dpo"}, [EOS, END], True),
         ({**LORA, **TURNS}, [EOS, END], True),
         # models that stop anyway, or learn no chats
-        ({**LORA, "declared": [EOS, END]}, [EOS, END], False),
         ({**LORA, **TEXT}, [EOS], False),
         ({**LORA, "of_data": {"train_on_eos": "none"}}, [EOS], False),
         ({**LORA, "row": TEXTS, "type": "chatml.intel", "rl": "dpo"}, [EOS], False),  # with EOS after the end
-        ({**LORA, **NAMED, "declared": END}, [END], False),
         # without a chat template; transformers adds the end of sequence to a full model
         ({**LORA, **TEXT, **NAMED, "template": False}, [EOS, END], True),
         ({**TEXT, **NAMED, "template": False}, [EOS], False),

@@ -78,11 +78,9 @@ def local_paths(files):
 
 
 METHODS = {
-    "strided_full": WEIGHTS,
     "structured_reference": {*ADAPTER, "generation_config.json"},
     "grpo": {*ADAPTER, "generation_config.json"},
     "dpo": ADAPTER,
-    "reward_model": ADAPTER,
     "sft_full": WEIGHTS,
 }
 FAST = ("sft_full", "grpo")
@@ -159,11 +157,3 @@ def test_checkpoints_that_wait_for_a_push(strategy, failures, pushed, out, hub, 
         "step 2" if each and failures else "4"
     )
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-4"}
-
-
-def test_a_card_of_the_user_is_neither_replaced_nor_pushed(pushed, out, hub):
-    out.mkdir()
-    (out / "README.md").write_text("mine")
-    with pytest.warns(UserWarning, match="README.md was not written by a run, or was edited, so it is kept"):
-        train(pushed("dpo"))
-    assert (out / "README.md").read_text() == "mine" and b"# out" in hub.commits[-1][1]["README.md"]

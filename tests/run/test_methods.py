@@ -98,10 +98,3 @@ def test_plain_fine_tuning_learns_the_completion_alone(run_file, tokenizer, tiny
         assert row["input_ids"][-1] == tokenizer.eos_token_id
     for metrics, on in zip(losses, (False, True)):
         assert metrics["loss"] == pytest.approx(sum(nll[on]) / len(nll[on]), rel=1e-4)
-
-
-def test_the_base_model_is_evaluated_before_the_first_step_and_compared_with_the_trained_one(run_file):
-    overrides = ["rl=", "eval_on_start=true", "eval_strategy=steps", "eval_steps=1", "max_steps=1"]
-    result = train(quietly(run_file, overrides))
-    assert [entry["step"] for entry in result.trainer.state.log_history if "eval_loss" in entry] == [0, 1]
-    assert "First and last evaluation (steps 0 and 1)" in result.outcome and "already followed" not in result.outcome

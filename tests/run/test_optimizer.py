@@ -79,13 +79,7 @@ def test_schedules_follow_the_direction_of_their_metric(make):
 
 @pytest.mark.filterwarnings("error")
 def test_what_the_tables_list_can_be_created(make):
-    for optimizer, numbers in tables._PLAIN.items():
-        for given in ({}, *({name: value} for name in numbers for value in (0, 0.5))):
-            tables._try_optimizer(make(optimizer=optimizer, optim_args=given or None))
-    for schedule, (one_of, optional) in tables.SCHEDULES.items():
-        for required in one_of or (None,):
-            for name in (None, *optional):
-                given = {key: 0.5 for key in (required, name) if key is not None}
-                config = make(lr_scheduler=schedule, lr_scheduler_kwargs=given or None, learning_rate=2e-7)
-                assert tables._is_plain_schedule(config)
-                tables._try_schedule(config)
+    for optimizer in tables._PLAIN:
+        tables._try_optimizer(make(optimizer=optimizer))
+    for schedule in tables._PLAIN_SCHEDULES:
+        tables._try_schedule(make(lr_scheduler=schedule))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import ebft.run.training
 from ebft.structured.grpo import RolloutGRPOTrainer
-from ebft.tools.export.sharded import merge_sharded
+from ebft.tools.export.checkpoint import merge_sharded
 from tests.run.crash import METHODS, TRL, config_of, run_processes
 from tests.structured.short_run import FromThePrompt
 

@@ -1,22 +1,15 @@
 """Whole runs on the CPU: a tiny random model, the standard library's text, a few steps."""
 
 import json
-import os
-import shutil
-import signal
 import warnings
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from ebft import load_config, train
 from ebft.errors import ConfigError
-from ebft.processes import passed_on
-from ebft.run.callbacks import TrainingInterrupted
 from ebft.tools.fetch import convert_file
 from tests.run.conftest import LORA, assert_equal, strided, weights
 
@@ -49,14 +42,6 @@ def test_the_best_model_of_a_strided_run_is_the_one_with_the_lowest_cfm_loss(mak
     assert {"loss", "ebft/alignment", "eval_cfm_loss"} <= set(result.metrics)
     card = (out / "README.md").read_text()
     assert "strided mode" in card and "| `ebft.n_samples_per_prompt` | `2` |" in card and "2603.12248" in card
-
-
-def test_noise_of_embeddings_changes_the_loss(make, tmp_path):
-    def loss(alpha):
-        keys = {"max_steps": 1, "neftune_noise_alpha": alpha, "save_strategy": "no"}
-        return train(make(**keys, output_dir=tmp_path / str(alpha))).trainer.state.log_history[0]["loss"]
-
-    assert abs(loss(None) - loss(50.0)) > 1e-3
 
 
 @pytest.mark.slow
@@ -99,51 +84,6 @@ def test_an_earlier_checkpoint_at_the_end_of_a_run_does_not_replace_later_result
     with pytest.raises(ConfigError, match="output_dir: .*checkpoint-1 is a checkpoint, whose files a run would"):
         train(strided(make, output_dir=out / "checkpoint-1"))
     assert files == contents(out / "checkpoint-1")
-
-
-@pytest.mark.filterwarnings("ignore:output_dir")
-@pytest.mark.parametrize(
-    ("name", "keys", "said"),
-    [
-        ("SIGTERM", {}, "Stopped at step 1.*resume_from_checkpoint=.*checkpoint-1$"),
-        *[("SIGHUP", {}, "Stopped at step 1.*checkpoint-1$")] * (signal.getsignal(signal.SIGHUP) == 0),  # no nohup
-        ("SIGINT", {"save_only_model": True}, "saved in .*checkpoint-1, but training cannot be resumed from it"),
-    ],
-)
-def test_a_signal_saves_a_checkpoint(make, out, monkeypatch, name, keys, said):
-    number = getattr(signal, name)
-
-    class Press(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                os.kill(os.getpid(), number)
-
-    monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", Press)
-    (out / "checkpoint-300").mkdir(parents=True)  # of another run in the same folder
-    for file in ("trainer_state.json", "ebft_run.json"):
-        (out / "checkpoint-300" / file).touch()
-    handler = signal.getsignal(number)
-    with pytest.raises(TrainingInterrupted, match=said) as caught:
-        train(make(max_steps=50, save_strategy="no", **keys))
-    assert signal.getsignal(number) is handler and caught.value.signal_number == passed_on(number)
-
-
-BEST = {"val_set_size": 2, "save_steps": 3, "load_best_model_at_end": True}
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
-        ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 0}}, "temperature: 0"),
-        ({"ddp": True}, "--num-processes 2"),
-        (BEST, "The trainer does not accept these settings: .*strategy"),
-        ({"resume_from_checkpoint": "nope"}, "resume_from_checkpoint: nope is not a complete checkpoint.* is None"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(make, keys, message):
-    with pytest.raises(ConfigError, match=message):
-        train(make(base_model="does/not-exist", **keys))
 
 
 # Those with tools or servers are trained in tests/structured/test_interactive.py and tests/nemo_gym.
@@ -223,17 +163,3 @@ def test_a_run_that_spent_its_budget_is_not_trained_on(make, out):
     assert again.trainer.state.global_step == 2 and again.metrics["budget/documents"] == 4
     more = train(strided(make, **keys, budget={"documents": 5}, **AUTO))
     assert more.trainer.state.global_step == 3 and more.metrics["budget/documents"] == 6
-
-
-def test_tied_weights_are_not_reported_as_missing(make, out, tmp_path, tiny_llama_dir, monkeypatch):
-    """A checkpoint has them once, and a resumed run logged the other name."""
-    folder, said, found = tmp_path / "tied", [], namedtuple("Found", "missing_keys unexpected_keys")
-    shutil.copytree(tiny_llama_dir, folder)
-    tied = AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(tied).save_pretrained(folder)
-    monkeypatch.setattr(transformers.trainer.logger, "warning", said.append)
-    train(make(base_model=folder, max_steps=1, save_steps=1))
-    resumed = train(make(base_model=folder, resume_from_checkpoint=out / "checkpoint-1")).trainer
-    assert resumed.state.global_step == 2 and said == []
-    resumed._issue_warnings_after_load(found(["model.norm.weight", "lm_head.weight"], []))
-    assert said == ["There were missing keys in the checkpoint model loaded: ['model.norm.weight']."]

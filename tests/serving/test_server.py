@@ -1,6 +1,5 @@
 """Starting, waiting, watching and stopping, on a stand-in with the processes of a server, and its log."""
 
-import io
 import os
 import signal
 import socket
@@ -145,23 +144,3 @@ def test_the_tail_is_of_the_present_start(tmp_path):
     assert str(log.path) in first
     assert len(lines) == TAIL_LINES and lines[-1] == "  line 99"
     assert "$ second 'a b'\n" in log.path.read_text()
-
-
-def test_following_copies_to_the_end(tmp_path):
-    log, stream, ended = ServerLog(tmp_path / "log"), io.StringIO(), threading.Event()
-    with log.open(["command"]) as file:
-        thread = threading.Thread(target=log.follow, args=(stream, ended))
-        thread.start()
-        file.write(b"one\n")
-        file.flush()
-        file.write(b"two\n")
-    ended.set()
-    thread.join(10)
-    assert stream.getvalue() == "one\ntwo\n"
-
-
-def test_a_file_of_the_user_is_kept(tmp_path):
-    (tmp_path / "vllm.log").write_text("mine")
-    with pytest.raises(ConfigError, match="vllm.log is not the log of a server, and is kept"):
-        ServerLog(tmp_path / "vllm.log").open(["vllm"])
-    assert (tmp_path / "vllm.log").read_text() == "mine"

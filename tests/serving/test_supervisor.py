@@ -16,11 +16,6 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 IMPATIENT = (
     "import sys; from ebft.serving import supervisor; supervisor.GRACE = 0.5; sys.exit(supervisor.main(sys.argv[1:]))"
 )
-PARENT = f"""
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", {IMPATIENT!r}, "--", *sys.argv[1:]], stdin=subprocess.PIPE)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -28,9 +23,8 @@ def start(pids):
     """`start("--deaf")`: a supervisor over a stand-in, ended after the test."""
     started = []
 
-    def start(*arguments, code=IMPATIENT):
-        separator = ["--"] if code is IMPATIENT else []
-        command = [sys.executable, "-c", code, *separator, sys.executable, str(STAND_IN), str(pids), *arguments]
+    def start(*arguments):
+        command = [sys.executable, "-c", IMPATIENT, "--", sys.executable, str(STAND_IN), str(pids), *arguments]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
         return started[-1]
 
@@ -67,13 +61,6 @@ def test_whatever_ends_ends_all(start, pids, arguments, end, code):
     end(supervisor, started)
     assert supervisor.wait(20) == code
     assert alive(started) == []
-
-
-def test_a_killed_parent_ends_all(start, pids):
-    parent = start("--deaf", code=PARENT)
-    started = pids_in(pids)
-    parent.kill()
-    assert eventually(lambda: not alive(started))
 
 
 def test_a_killed_guard_asks_the_server_to_end(start, pids):

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import train
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError
 from ebft.run.callbacks import TrainingInterrupted
-from ebft.sft.stream import StreamTrainer
+from ebft.sft.trainer import StreamTrainer
 
 TIMING = ("runtime", "per_second", "tokens_per", "seconds", "memory")
 
@@ -114,22 +113,3 @@ def test_held_out_documents_are_those_of_test_datasets_and_rows_as_one_text_give
     history = [entry["eval_ce_loss"] for entry in found.logs if "eval_ce_loss" in entry]
     assert len(history) == 2 and history[1] < history[0]
     assert "Data: a stream, " in (printed := capsys.readouterr().err) and "none held out" not in printed
-
-
-def test_a_wrong_column_is_reported_before_the_model_is_loaded(make, corpus):
-    with pytest.raises(DataError, match="row 0: .*body"):
-        train(make(pretraining_dataset=[{"path": corpus[0], "text_column": "body"}]))
-
-
-def test_a_recurrent_model_gets_each_document_in_a_row(make, tiny_llama_dir, tmp_path, capsys):
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
-    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
-    tokenizer.save_pretrained(tmp_path / "mamba")
-    keys = {"base_model": tmp_path / "mamba", "max_steps": 1}
-    with pytest.warns(UserWarning, match="MambaForCausalLM .*documents of packed rows are computed as separate rows"):
-        assert train(make(**keys)).trainer.state.global_step == 1
-    assert train(make(**keys, pretrain_multipack_attn=False)).trainer.state.global_step == 1
-    printed = capsys.readouterr().err
-    assert "Data: a stream, none held out" in printed and "Steps: 1 (128 tokens each)" in printed

@@ -51,22 +51,14 @@ SPECIAL = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
-# The reason why there is no tiny model. Text models of multimodal ones have their own names, except of those marked.
-NOT_BUILT = {
-    "blt": "patches of bytes, by a second model",
-    **dict.fromkeys(("emu3", "git", "mllama", "phi4_multimodal"), "multimodal, and its text model has no own name"),
-    "moss_transcribe_diarize": "multimodal, around a model with another name",
-    "dots3_note": "multimodal, around dots3_note_text",
-    "dots3_note_text": "layers with sizes of their own, which a tiny model lacks",
-    "fuyu": "multimodal, around persimmon",
-    "got_ocr2": "multimodal, around qwen2",
-    **{name: f"multimodal, around {name}_text" for name in ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4")},
-    **{name: f"multimodal, around {name}_text" for name in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")},
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for another model"),
-    **dict.fromkeys(("musicgen", "musicgen_melody"), "music, and needs configs of three models"),
-    "qwen4_exp_text": "its indexer has no default sizes; has linear-attention layers, which are refused",
-    "zamba": "ties weights of layers by numbers that a tiny model lacks; has state-space layers, which are refused",
-}
+# Without a tiny model: multimodal around a text model with its own name, or without one; drafts; music; bytes; sizes
+# that a tiny model lacks; an indexer without default sizes.
+_NOT_BUILT = """
+blt emu3 git mllama phi4_multimodal moss_transcribe_diarize dots3_note dots3_note_text fuyu got_ocr2 gemma3 gemma3n
+gemma4 gemma4_unified llama4 qwen3_5 qwen3_5_moe qwen4_exp gemma4_assistant gemma4_unified_assistant musicgen
+musicgen_melody qwen4_exp_text zamba
+"""
+NOT_BUILT = _NOT_BUILT.split()
 
 
 def build(name):

@@ -7,7 +7,7 @@ from torch import nn
 
 from ebft.models.causal_lm import decoder_layers, is_reused
 from tests.strided.families import tiny_model
-from tests.strided.test_exactness import distinct_beginnings, make_trainer, unequal_batch, with_lora
+from tests.strided.test_exactness import distinct_beginnings, make_trainer, unequal_batch
 
 
 def count_tokens(layers):
@@ -51,15 +51,6 @@ def test_tokens_of_each_layer_and_rows_of_the_head(g, single_pass, merge, tmp_pa
     # Depth int(0.5 * 4) = 2: the upper half never runs.
     assert features == [27 + 22 + 13 + generated[g]] * 2 + [0, 0]
     assert sum(rows) == passes * (blocks + generated[g - 1]) + 26 + 15 + 12
-
-
-def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
-    model = with_lora(tiny_model("llama"))
-    trainer = make_trainer(model, tmp_path, feature_layers=[0.25], merge_rollouts=False)
-    counts = count_tokens(decoder_layers(model.get_base_model()))
-    trainer.compute_loss(trainer.model, unequal_batch()[0])
-    tokens, rollouts = 27 + 22 + 13, 9 * 3
-    assert counts == [2 * tokens + rollouts * (3 + 4)] + [tokens + rollouts * 3] * 3
 
 
 def test_rollouts_leave_no_gradient_state(tmp_path):

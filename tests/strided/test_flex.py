@@ -95,17 +95,6 @@ def test_the_real_kernel_computes_what_the_dense_one_does(tmp_path, monkeypatch)
         assert len(compared) >= 6
 
 
-def test_only_for_models_that_ask_for_it_and_only_on_a_gpu(tmp_path, monkeypatch):
-    CALLS.clear()
-    monkeypatch.setattr(flex, "_kernel", lambda compiled: dense_kernel)
-    assert not flex.available(torch.device("cpu")) and flex.available(torch.device("cuda"))
-    for model in (flexible("llama"), tiny_model("llama")):
-        trainer = make_trainer(model, tmp_path, single_pass=False)
-        trainer.compute_loss(trainer.model, unequal_batch()[0])
-        monkeypatch.setattr(flex, "available", lambda device: True)
-    assert not CALLS
-
-
 @pytest.mark.parametrize("make", [contexts, later_turns])
 def test_samples_with_shared_prompts(make, on_any_device):
     model, plain = tiny_model("llama").eval(), tiny_model("llama").eval()

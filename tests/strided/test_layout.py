@@ -48,9 +48,7 @@ def test_anchors_of_turns_by_hand():
 IDS = torch.ones(2, 9, dtype=torch.long)
 WRONG_TURNS = [
     ([[[2, 4]]], r"shape \(2, turns, 2\), got shape \(1, 1, 2\)"),
-    ([[2, 4], [0, 0]], r"got shape \(2, 2\)"),
     ([[[2, 4]], [[2, 10]]], "document 1 are .*2, 10.*, but it has 9 tokens"),
-    ([[[2, 4]], [[4, 4]]], "document 1"),
     ([[[2, 4], [3, 6]], [[0, 0]] * 2], "document 0 .* without overlaps"),
     ([[[0, 0], [3, 6]], [[0, 0]] * 2], r"document 0 .* followed only by \(0, 0\)"),
     ([[[5, 7], [1, 2]], [[0, 0]] * 2], "document 0 .* in order"),
@@ -62,10 +60,6 @@ WRONG_MASKS = [([1] * 7 + [2, 2], "only 0 and 1, got 2. .* position_ids"), ([1, 
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"input_ids": IDS[0]}, "input_ids must be"),
-        ({"attention_mask": torch.zeros(2, 9)}, "contains only padding"),
-        ({"attention_mask": IDS[:, 1:]}, "attention_mask must have the same shape"),
-        ({"labels": torch.ones(2, 12)}, r"labels must have the same shape as input_ids .*, got \(2, 12\)"),
         ({"prompt_length": torch.tensor([0, -1])}, "prompt_length must contain one non-negative value"),
         *(({"turn_spans": torch.tensor(spans)}, match) for spans, match in WRONG_TURNS),
         *(({"attention_mask": torch.tensor([[1] * 8 + [0], mask])}, match) for mask, match in WRONG_MASKS),
@@ -78,11 +72,8 @@ def test_wrong_inputs(given, match):
 
 def test_first_anchors_and_the_last_that_just_fits():
     options = BlockOptions(4, 8, 2, 2, 5)
-    assert [turn_anchors(start, 40, 0, options).start for start in (0, 20, 2)] == [
-        8,
-        25,
-        8,
-    ]  # text has no prompt to pass
+    # Text has no prompt to pass.
+    assert [turn_anchors(start, 40, 0, options).start for start in (0, 20, 2)] == [8, 25, 8]
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
         if blocks:

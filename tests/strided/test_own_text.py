@@ -72,11 +72,6 @@ def chats(model, count, generator):
     return rows
 
 
-def packed(model, count, generator):
-    rows = texts(model, count, generator)
-    return [{"documents": rows[start : start + 4]} for start in range(0, count, 4)]
-
-
 def deviations(tmp_path, rows_of, batches, rows, **options):
     """The mean gradient in standard errors: of the bias of each token, and of random directions of all weights."""
     model = small_model()
@@ -110,9 +105,6 @@ def deviations(tmp_path, rows_of, batches, rows, **options):
         pytest.param(texts, {}, marks=pytest.mark.slow),
         pytest.param(answers, {"n_samples_per_prompt": 2}, marks=pytest.mark.slow),
         (chats, {"embed_method": "last_token"}),
-        pytest.param(
-            packed, {"n_samples_per_prompt": 8, "embed_method": "concat", "stride": 4}, marks=pytest.mark.slow
-        ),
         pytest.param(answers, {"advantage_estimator": "reinforce"}, marks=pytest.mark.slow),
     ],
 )

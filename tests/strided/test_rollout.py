@@ -95,6 +95,15 @@ def test_tokens_without_probability_are_never_drawn(vocabulary):
     assert tokens.shape == (3, 1) and tokens.min() >= 0 and tokens.max() < vocabulary
 
 
+@pytest.mark.parametrize("vocabulary", [5, 512, 513, 1300])
+def test_sampling_inverts_the_cumulative_sum(vocabulary):
+    """Also of vocabularies of several groups of tokens, which the models of other tests do not have."""
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.randn(4, vocabulary, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    noise = torch.rand(4, 200, generator=generator, dtype=torch.float64)
+    assert sample_tokens(probabilities, noise).equal(torch.searchsorted(probabilities.cumsum(-1), noise, right=True))
+
+
 def documents_of(*rows):
     length = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])

@@ -5,19 +5,15 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ebft.anchors import BlockOptions
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.pretrained import check_adapter, disable_dropout
 from ebft.prefix.attention import attention_adapters
 from ebft.prefix.forward import check_length, check_supported, prepare
-from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.rollout import sample_rollouts
 from ebft.strided.validation import check_parity
 from ebft.structured.scoring import check_shared_prompt_parity as check_shared_prompts
 from tests.strided.families import _COMMON, FAMILIES, RUNNING_STATE, tiny_model
 from tests.strided.test_cost import count_tokens
-from tests.strided.test_exactness import make_trainer, unequal_batch
 
 
 def check(model, as_trained=False):
@@ -124,20 +120,6 @@ def test_lengths_that_a_model_does_not_have():
     check(tiny_model("gpt2", n_positions=12))  # the check itself has room in few positions
 
 
-def test_attention_that_swallows_keyword_arguments_is_named():
-    model = prepare(tiny_model("llama"))
-    attention = model.model.layers[0].self_attn
-    plain = attention.forward
-    attention.forward = lambda *args, prefix_pass=None, attention_mask=None, **kwargs: plain(
-        *args, attention_mask=None, **kwargs
-    )
-    documents = Documents.from_inputs({"input_ids": torch.randint(3, 90, (1, 20))})
-    layout = StridedLayout.place(documents, BlockOptions(4, 4, 2, 2))
-    with pytest.raises(ModelError, match="LlamaAttention does not forward keyword arguments"):
-        sample_rollouts(model, documents, layout, temperature=1.0)
-    assert model.config._attn_implementation == "eager"
-
-
 def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     adapted = lambda config: get_peft_model(tiny_model("qwen2"), config)
     lora = {"r": 2, "task_type": "CAUSAL_LM"}
@@ -151,11 +133,3 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     check_adapter(adapted(IA3Config(task_type="CAUSAL_LM")))
     check_adapter(adapted(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **lora)))
     check_adapter(tiny_model("qwen2"))
-
-
-def test_experts_in_float64(tmp_path):
-    """PyTorch has no grouped products in float64, but the loop over experts can be used."""
-    model = tiny_model("mixtral").double()
-    model.set_experts_implementation("eager")
-    trainer = make_trainer(model, tmp_path)
-    assert trainer.compute_loss(trainer.model, unequal_batch()[0]).isfinite()

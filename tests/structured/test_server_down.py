@@ -7,7 +7,6 @@ import pytest
 
 from ebft import train
 from ebft.errors import RolloutError
-from ebft.nemo_gym.client import Failure, GymClient
 from ebft.run.config.schema import RunConfig
 from ebft.structured.rollouts.client import VLLMClient
 from tests.nemo_gym import servers
@@ -27,15 +26,14 @@ def test_a_response_that_does_not_end_and_a_server_that_is_not_vllm():
     with servers.gym() as gym:
         server, other = gym.serve(None), gym.serve(lambda path, body: "Welcome")
         server.server.RequestHandlerClass.respond = trickle
-        vllm, head = VLLMClient("127.0.0.1", server.port, 0.5), GymClient(server.port, timeout=0.5)
+        vllm = VLLMClient("127.0.0.1", server.port, 0.5)
         with pytest.raises(RolloutError, match="did not respond to /tokenize within 0.5 s"):
             vllm.tokenize("m", "text")
-        assert head.post_all([(head.head, {})]) == [Failure("no response within 0.5 s (nemo_gym_verify_timeout)")]
         not_vllm = VLLMClient("127.0.0.1", other.port, 5.0)
         with pytest.raises(TypeError) as caught:
             not_vllm.models()
         assert "responds to /v1/models" in caught.value.__notes__[0]
-        for client in (vllm, head, not_vllm):
+        for client in (vllm, not_vllm):
             client.close()
 
 
@@ -53,10 +51,9 @@ def test_errors_are_retried_with_a_bound(monkeypatch):
         client.close()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_server_that_is_never_up(tmp_path, host):
+def test_a_server_that_is_never_up(tmp_path):
     port = free_port()
-    server = {"vllm_server_host": host, "vllm_server_port": port, "vllm_server_timeout": 1.5}
+    server = {"vllm_server_host": "0.0.0.0", "vllm_server_port": port, "vllm_server_timeout": 1.5}
     adapter = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
     given = {"base_model": "no/such-model", "rl": "ebft", "micro_batch_size": 8}  # the model is never looked for
     given |= {"trl": {"use_vllm": True, **server}, "datasets": [{"path": "nothing", "type": "ebft_opencode.transform"}]}

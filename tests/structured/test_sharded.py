@@ -1,14 +1,9 @@
 """Two processes, also under FSDP2, make the steps of one process with the same completions."""
 
-import json
-
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 
 from tests.ranks import run_module
-from tests.structured.conftest import chat_model
 
 pytestmark = pytest.mark.slow
 
@@ -62,27 +57,3 @@ def test_mixed_precision(found):
 def test_processes_agree(tmp_path):
     """Replayed and repeated prompts, the check of samples, and the adapter's synchronisation."""
     run_module("tests.structured.two_processes", 2, str(tmp_path))
-
-
-def test_the_command_trains_saves_and_resumes(tmp_path, chat_tokenizer):
-    chat_model(chat_tokenizer).save_pretrained(tmp_path / "base")
-    chat_tokenizer.save_pretrained(tmp_path / "base")
-    line = lambda i: {"input": f"say {i} " + "word " * (i % 4), "output": "it is " + "so " * (i % 3) + str(i)}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line(i)) + "\n" for i in range(10)))
-    data = {"path": str(tmp_path / "rows.jsonl"), "type": "tests.structured.real_text.transform"}
-    config = {"base_model": str(tmp_path / "base"), "datasets": [data], "output_dir": str(tmp_path / "out")}
-    config |= {"rl": "ebft", "ebft": {"ce_coef": 0.2, "gt_length_floor": 2}, "bf16": False}
-    config |= {"trl": {"num_generations": 2, "max_completion_length": 8}, "fsdp": True}
-    config |= {"fsdp_config": {"fsdp_version": 2}, "val_set_size": 2, "eval_steps": 2, "save_steps": 1, "max_steps": 2}
-    config |= {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config | {"lr_scheduler": "constant"}))
-    resume = [f"output_dir={tmp_path / 'again'}", f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
-    for overrides in (["logging_steps=1"], resume):
-        run_module("ebft", 2, "train", str(path), *overrides)
-    first, again, base = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again", "base"))
-    state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert any("eval_cfm_loss" in entry for entry in state["log_history"])
-    for name, value in base.items():
-        assert not torch.equal(first[name], value), name
-        torch.testing.assert_close(again[name], first[name], atol=1e-5, rtol=1e-4, msg=name)

@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.scoring import check_shared_prompt_parity
 from ebft.structured.shared_prompt import Rows
 from ebft.structured.trl import ROW, by_group
 from tests.strided.test_cost import count_tokens
@@ -57,11 +56,10 @@ def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, build, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masking", [{}, {"mask_thinking_ce": True}])
-def test_same_evaluation_as_with_separate_rows(build, masking):
+def test_same_evaluation_as_with_separate_rows(build):
     found = []
     for shared in (True, False):
-        trainer = build(**masking)
+        trainer = build(mask_thinking_ce=True)
         trainer.scorer.score = trainer.scorer.score if shared else lambda *rows: None
         torch.manual_seed(3)
         found.append(trainer.evaluate(rows()))
@@ -100,14 +98,6 @@ def test_models_that_mix_tokens_with_padding_are_refused(chat_tokenizer, build):
     decoder_layers(model)[1].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
     with pytest.raises(ModelError, match="log-probabilities of a padded row differ from those of the plain"):
         build(lora(model))
-
-
-def test_the_parity_check_leaves_random_state_and_modes(chat_tokenizer):
-    model = lora(chat_model(chat_tokenizer)).get_base_model()
-    modes = lambda: [module.training for module in model.modules()]
-    before = torch.random.get_rng_state(), modes()
-    check_shared_prompt_parity(model)
-    assert torch.random.get_rng_state().equal(before[0]) and modes() == before[1]
 
 
 @pytest.mark.parametrize(("positions", "shares"), [(40, False), (512, True)])

@@ -72,9 +72,11 @@ def port(base, tmp_path_factory):
     command = [*COMMAND, "vllm-serve", str(config)]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+    started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     yield port
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
+    assert process.returncode == 130 and not alive(started)
 
 
 def rows_of(base, count, start=0):

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -70,9 +71,9 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     server_module.VLLMClient = lambda *args, **kwargs: client
     server_module.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
     args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
-    of_policy = (args, model, TOKENIZER, Accelerator(cpu=True), Sampling(1.0))
-    options = {"scores_truncated": True, "step": lambda: 3, "failure": lambda: None}
-    server = ServerRollouts(*of_policy, **options, transfer=None)
+    policy = {"model": model, "processing_class": TOKENIZER, "accelerator": Accelerator(cpu=True)}
+    scorer, state = SimpleNamespace(scores_truncated=True), SimpleNamespace(global_step=3)
+    server = ServerRollouts(SimpleNamespace(args=args, scorer=scorer, state=state, **policy), Sampling(1.0))
     server.sync_weights()
     batch, outcomes = random_batch(rank), []
     right = logps_of(model, batch)
@@ -169,22 +170,6 @@ def one_process_replays_its_own_groups(folder, rank):
         assert torch.equal(*weights)
 
 
-def one_process_samples_its_failed_prompts_again(folder, rank):
-    def reward(completion_ids, trainer_state, **columns):
-        fails = trainer_state.global_step == 0 and rank == 1
-        return [0.0 if fails else 1.0 + sum(ids) % 5 for ids in completion_ids]
-
-    options = {"reroll_start_fraction": 0.5, "reroll_max_groups": 1}
-    trainer, batches = train(folder / "reroll", reward, **options)
-    prompts = [
-        [TOKENIZER.decode(ids[mask.bool()]) for ids, mask in zip(x["prompt_ids"][::4], x["prompt_mask"][::4])]
-        for x, _ in batches
-    ]
-    again = [prompt for prompt in prompts[1] if prompt in prompts[0]]
-    assert again == ([] if rank == 0 else prompts[0][:1]), (rank, prompts)
-    assert logged(trainer, "rerolled_groups") == [0, 1]
-
-
 def held_out_rows_count_once(folder, rank):
     """Five groups of four completions do not fill the batches of two processes."""
     for method in ("ebft", "grpo", "gdpo"):
@@ -204,7 +189,6 @@ def main(folder):
         a_fault_of_one_server_process_stops_all,
         a_sharded_adapter_is_sent_whole_and_can_be_exchanged,
         one_process_replays_its_own_groups,
-        one_process_samples_its_failed_prompts_again,
         held_out_rows_count_once,
     ):
         check(Path(folder), rank)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ebft import load_config
-from ebft.tools.quickstart import catalogs
+from ebft.tools.quickstart import smollm2 as catalogs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "studies" / "smollm2" / "results"

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import ScalarNode
 
 from ebft.errors import ConfigError, shortened
 
 _SHOWN = 100  # characters of an override in messages
-_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")
 
 
 def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -48,8 +46,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Write each `dotted.key=value` into the nested `values`; values are parsed as YAML, an empty one means unset."""
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides must be a list of strings, not a string. Use [{overrides!r:.100}].")
     for override in overrides:
         try:
             key, value = _split(override)
@@ -61,9 +57,6 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
 def _split(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     key = key.strip()
-    if key.startswith("-"):
-        plain = f"{key.strip('-').replace('-', '_'):.100}={shortened(text, _SHOWN) or 'VALUE'}"
-        raise ConfigError(f"overrides are written without dashes: {plain}.")
     if not equals or not all(key.split(".")):
         raise ConfigError("expected key=value, for example ebft.stride=4.")
     if re.match(r"[^\"'\[{|>&*!].*\s#", text.strip()):  # a comment of YAML; on a command line it is a part of the text
@@ -95,20 +88,9 @@ def _assign(values: Any, path: list[str], value: Any) -> None:
 
 
 class _Values(SafeConstructor):
-    """Only plain values, without numbers that parsers read differently and without dates, which no key takes."""
-
-    def construct_yaml_int(self, node: ScalarNode) -> int:
-        text = self.construct_scalar(node)
-        if _LEADING_ZERO.match(text):
-            words = (
-                f"the number {text:.20} is ambiguous, since it is octal in YAML 1.1. Write it without leading zeros "
-                f'(or as 0o...), or as text in quotes: "{text:.20}"'
-            )
-            raise ConstructorError(None, None, words, node.start_mark)
-        return super().construct_yaml_int(node)
+    """Only plain values, without dates, which no key takes."""
 
 
-_Values.add_constructor("tag:yaml.org,2002:int", _Values.construct_yaml_int)
 _Values.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 

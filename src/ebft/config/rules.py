@@ -204,7 +204,7 @@ def warn_of_reward(options: EBFTSection) -> None:
 def check_parts(name: str, datasets: Mapping[str, Any]) -> None:
     """Raise DataError for several datasets as training data; they are parts of an evaluation."""
     if name == "train_dataset":
-        raise DataError(f"train_dataset must be one dataset, got those of {', '.join(map(str, datasets))}. Select one.")
+        raise DataError(f"train_dataset must be one dataset, got {', '.join(map(str, datasets))}. Select one.")
 
 
 def select_by_cfm_loss(args: Any) -> None:

@@ -1,14 +1,17 @@
-"""Functions that a config names by `module.function`: finding them, what they accept, and their source."""
+"""Functions that a config names by `module.function`: finding them, what they accept, their source and errors."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
+import linecache
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ebft.config.user_code import is_outside, user_code
-from ebft.errors import ConfigError, EBFTError
+from ebft.errors import ConfigError, EBFTError, cause, shortened
 
 
 def search_folders(*folders: str) -> None:
@@ -114,7 +116,7 @@ def module_sources(names: Iterable[str]) -> dict[str, str]:
         sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
         if path.suffix == ".py":
             for other in _imported(content, name, path):
-                # By its file, since a name of Python's library may be that of a local file; first the package, which
+                # By its file, since a local file may have a name of Python's library; first the package, which
                 # is imported to find a part of it.
                 top = _file_of(other.partition(".")[0])
                 file = None if top is not None and not is_outside(str(top)) else _file_of(other)
@@ -146,3 +148,55 @@ def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
             with suppress(ImportError):  # of a relative name in a module that is in no package
                 base = resolve_name("." * node.level + (node.module or ""), package)
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+
+
+_LONGEST_LINE = 120
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+)
+
+
+@contextmanager
+def user_code(
+    what: str, error: type[EBFTError], says: Callable[[str], str] | None = None, passes: type[Exception] = EBFTError
+) -> Iterator[None]:
+    """Context manager for a call of user code, which `what` names: what it raises is raised as `error`. Exceptions that
+    `passes` includes stay the same. `says` returns the message, given what happened."""
+    try:
+        yield
+    except passes:
+        raise
+    except (Exception, SystemExit) as raised:
+        happened = what_happened(raised)
+        raise error(f"{what} failed: {happened}." if says is None else says(happened)) from raised
+
+
+def what_happened(error: BaseException) -> str:
+    """What user code raised, and where, on one line: `KeyError: 'text' (own.py, line 4: return row["text"])`."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} {_at(error.filename, error.lineno, error.text or '')}"
+    place = place_of(error)
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r}){place}"
+    words = " ".join(cause(error).split())
+    return f"{words}{place}" if words.startswith(type(error).__name__) else f"{type(error).__name__}: {words}{place}"
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's own files at which an error was raised, in parentheses, if there is one."""
+    frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    # Compiled code and <string> have no file.
+    own = [(file, number) for file, number in frames if os.path.isfile(file) and is_outside(file)]
+    return f" {_at(*own[-1], linecache.getline(*own[-1]))}" if own else ""
+
+
+def _at(file: str, number: int | None, line: str) -> str:
+    line = shortened(line, _LONGEST_LINE)
+    return f"({file}, line {number}{': ' if line else ''}{line})"
+
+
+def is_outside(file: str) -> bool:
+    """Whether a file belongs neither to this package nor to Python and the installed packages."""
+    path = os.path.realpath(file)
+    return not any(path.startswith(folder + os.sep) for folder in (_OURS, *_LIBRARIES))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
 from ebft.config.section import Section
-from ebft.config.user_code import user_code
+from ebft.config.user_functions import user_code
 from ebft.data.columns import Columns, check_unread
 from ebft.data.json_files import without_added_keys
 from ebft.data.row_counts import DROPPED, LEFT_OUT, NO_PROMPT, TRUNCATED, UNTHINKING, Dropped, RowCounts, take_left_out
@@ -157,14 +157,11 @@ class _Step:
             results = results if isinstance(results, list) else [results]
             found = [self._checked(result, where) for result in results]
         except Dropped as dropped:
-            found = [self._dropped(dropped)]
+            found = [{**dict.fromkeys(self.fields), "reason": str(dropped)}]
         except DataError as error:
             raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
         noted, read = take_left_out(), json.dumps(sorted(columns.read))
         return [row | {"document": self.first_document + index, _NOTED: noted, _READ: read} for row in found]
-
-    def _dropped(self, dropped: Dropped) -> dict[str, Any]:
-        return {**dict.fromkeys(self.fields), "reason": str(dropped)}
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive.
@@ -174,10 +171,9 @@ class _Step:
         given = [self.clean(dict(zip(examples, values))) for values in zip(*examples.values())]
         is_held = np.isin(self.first_document + np.asarray(indices), self.held_out)
         parts = [np.flatnonzero(is_held == side).tolist() for side in (False, True)]
-        found = [
-            self._part([given[place] for place in part], [indices[place] for place in part]) for part in parts if part
-        ]
-        rows = [row for part in found for row in part]
+        rows = []
+        for part in filter(None, parts):
+            rows += self._part([given[place] for place in part], [indices[place] for place in part])
         return {field: [row[field] for row in rows] for field in [*self.fields, _NOTED, _READ, "document"]}
 
     def _part(self, given: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
@@ -200,7 +196,7 @@ class _Step:
             with doing(where):
                 checked = {"reason": "", **self.check(row)}
         except Dropped as dropped:
-            checked = self._dropped(dropped)
+            checked = {**dict.fromkeys(self.fields), "reason": str(dropped)}
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
@@ -260,10 +256,7 @@ def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
 
 
 def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:
-    """The fields of one row, without padding; a row whose `prompt_length` is None has no prompt and is dropped.
-
-    Raises DataError that names a missing or malformed field.
-    """
+    """The fields of one row, without padding; a row whose `prompt_length` is None has no prompt and is dropped."""
     check_fields(row, ("input_ids", "labels"), hint)
     ids, labels = plain(row["input_ids"]), plain(row["labels"])
     mask = plain(row["attention_mask"]) if "attention_mask" in row else [1] * len(ids)
@@ -273,11 +266,12 @@ def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, An
             f"labels has {len(labels)} entries, but input_ids has {len(ids)}; attention_mask must be ones followed by "
             "zeros, with the same length. Do not pad on the left; rows do not need padding."
         )
-    outside = next((token for token in (*ids, *labels) if not 0 <= token < vocabulary and token != IGNORE), None)
-    outside = IGNORE if outside is None and IGNORE in ids else outside
-    if outside is not None:
+    known = range(vocabulary)  # Arrow would round 1.5 in silence
+    outside = [token for token in (*ids, *labels) if token not in known and token != IGNORE]
+    outside += [IGNORE] * (IGNORE in ids)
+    if outside:
         raise DataError(
-            f"the row contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the tokenizer "
+            f"the row contains {outside[0]}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the tokenizer "
             f"that the transform receives, and {IGNORE} for ignored labels only."
         )
     prompt_length = row.get("prompt_length", next((n for n, label in enumerate(labels) if label != IGNORE), 0))

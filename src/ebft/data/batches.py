@@ -133,18 +133,12 @@ class DocumentCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         rows = [document for row in rows for document in row.get("documents", [row])]
-        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
-        masks = [
-            torch.as_tensor(row["attention_mask"], dtype=torch.long)
-            if "attention_mask" in row
-            else torch.ones_like(tokens)
-            for row, tokens in zip(rows, ids)
-        ]
+        given = lambda row, name: torch.as_tensor(row[name], dtype=torch.long) if name in row else None
+        ids, masks, labels = ([given(row, name) for row in rows] for name in ("input_ids", "attention_mask", "labels"))
+        masks = [torch.ones_like(tokens) if mask is None else mask for tokens, mask in zip(ids, masks)]
         labels = [
-            torch.as_tensor(row["labels"], dtype=torch.long)
-            if "labels" in row
-            else tokens.masked_fill(mask * _trained(row) == 0, IGNORE)
-            for row, tokens, mask in zip(rows, ids, masks)
+            tokens.masked_fill(mask * _trained(row) == 0, IGNORE) if label is None else label
+            for row, tokens, mask, label in zip(rows, ids, masks, labels)
         ]
         for row, (tokens, mask, label) in enumerate(zip(ids, masks, labels)):
             if not len(tokens) == len(mask) == len(label):
@@ -161,9 +155,10 @@ class DocumentCollator:
         if any(given is not None for given in positions):
             counted = [torch.arange(len(x)) if given is None else given for given, x in zip(positions, ids)]
             batch["position_ids"] = _padded(counted, 0)
-        given = [row.get("prompt_length") for row in rows]
-        if self.with_prompt_length and any(length is not None for length in given):
-            lengths = [_leading_masked(x) if length is None else int(length) for x, length in zip(labels, given)]
+        prompts = [row.get("prompt_length") for row in rows]
+        if self.with_prompt_length and any(length is not None for length in prompts):
+            masked = [(*label.ne(IGNORE).nonzero().flatten().tolist(), len(label))[0] for label in labels]
+            lengths = [first if length is None else int(length) for first, length in zip(masked, prompts)]
             batch["prompt_length"] = torch.tensor(lengths)
         turns: list[Tensor] = []
         for row, mask, label, position in zip(rows, masks, labels, positions) if self.with_prompt_length else ():
@@ -204,12 +199,6 @@ def _turns(row: dict[str, Any], labels: Tensor, positions: Tensor | None) -> lis
             stacklevel=3,
         )
     return [labels.new_empty(0, 2)] * len(runs)
-
-
-def _leading_masked(labels: Tensor) -> int:
-    """Index of the first label of a row without `prompt_length`; its length if all are masked."""
-    trained = labels.ne(IGNORE).nonzero()
-    return int(trained[0]) if len(trained) else len(labels)
 
 
 def _padded(rows: list[Tensor], value: int) -> Tensor:

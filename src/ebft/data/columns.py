@@ -75,11 +75,6 @@ def first_present(row: Mapping[str, Any], columns: Iterable[str], wanted: str, f
     return found[0]
 
 
-def first_text(row: Mapping[str, Any], columns: Iterable[str], wanted: str, fix: str) -> str:
-    """The text in `first_present`."""
-    return text_of(row, first_present(row, columns, wanted, fix))
-
-
 # Columns with content that models are not trained on.
 _MEDIA = tuple(f"{name}{ending}" for name in ("image", "audio", "video") for ending in ("", "s"))
 

@@ -232,13 +232,10 @@ class Renderer:
         return {self.tokenizer.eos_token_id, self.template.end_of_turn_id} - {None}
 
 
-_MEASURED = 32  # rows
-
-
 def longest_reference(rows: Any, renderer: Renderer) -> int | None:
     """The tokens of the longest reference of a reply in a Dataset; None if there is none, and for streams.
 
-    Measured on the rows whose references have the most characters.
+    Measured on the 32 rows whose references have the most characters.
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
@@ -247,7 +244,7 @@ def longest_reference(rows: Any, renderer: Renderer) -> int | None:
         max(len(str(text or "")), *(len(str(message.get("content") or "")) for message in of_row or []), 0)
         for text, of_row in zip(rows["ground_truth"], turns)
     ]
-    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:_MEASURED]
+    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:32]
     conversations = [renderer.of_row(rows[index]) for index in order if sizes[index]]
     return max((len(turn.reference_ids) for talk in conversations for turn in talk.turns), default=None)
 

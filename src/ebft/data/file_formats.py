@@ -84,24 +84,17 @@ def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, 
         )
 
 
-def files_below(root: Path) -> list[Path]:
+def files_below(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
     """All files in a folder and its subfolders in sorted order, except hidden files and Python byte code.
 
-    Symbolic links are followed, but not to a folder that the link is in.
+    Symbolic links are followed, but not to a folder that the link is in: to one of the folders `above`.
     """
-    return sorted(_walk(root, ()))
-
-
-def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """The files below a folder, which is in the folders `above`."""
-    real = folder.resolve()
+    inside = (*above, folder.resolve())
     with doing(f"reading the folder {folder}"):
         found = [path for path in folder.iterdir() if not path.name.startswith(".") and path.name != "__pycache__"]
-    for path in found:
-        if path.is_file():
-            yield path
-        elif path.is_dir() and path.resolve() not in (*above, real):
-            yield from _walk(path, (*above, real))
+    folders = (path for path in found if path.is_dir() and path.resolve() not in inside)
+    below = (file for path in folders for file in files_below(path, inside))
+    return sorted([*below, *(path for path in found if path.is_file())])
 
 
 def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
@@ -217,9 +210,7 @@ def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | Non
         options["features"] = Features({name: Value("string") for name in names})
     has_tabs = {_ending(path) == ".tsv" for path in paths}
     if len(has_tabs) > 1:
-        raise DataError(
-            f"{paths[0].parent}: .tsv and other tables are not read together. Use separate entries of datasets."
-        )
+        raise DataError(f"{paths[0].parent}: .tsv and other tables need separate entries of datasets")
     return options | ({"sep": "\t"} if True in has_tabs else {})
 
 

@@ -62,11 +62,9 @@ class _Cutter:
         self.sequence_len, self.strategy, self.counts = config.sequence_len, config.excess_length_strategy, counts
         ebft = config.required_rows.block
         self.block = None if ebft is None else block_options(config, ebft, tokenizer)
-        self.too_short, self.tail = (
-            (row_counts.ONE_TOKEN, row_counts.NOTHING_TO_PREDICT)
-            if ebft is None
-            else (row_counts.TOO_SHORT, row_counts.TAIL)
-        )
+        self.too_short, self.tail = row_counts.TOO_SHORT, row_counts.TAIL
+        if ebft is None:
+            self.too_short, self.tail = row_counts.ONE_TOKEN, row_counts.NOTHING_TO_PREDICT
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = ebft is None or not ebft.mask_thinking_ce
 
@@ -92,19 +90,18 @@ class _Cutter:
             return self._drop(row, row_counts.EMPTY)
         if prompt_length >= length or (row["labels"] == IGNORE).all():
             return self._drop(row, row_counts.NO_REFERENCE)
-        if length > self.sequence_len:
+        is_cut = length > self.sequence_len
+        if is_cut:
             if self.strategy in ("drop", "raise"):
                 return self._drop(row, row_counts.TOO_LONG)
             if self.strategy is None and prompt_length == 0:
                 return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
         if not self.fits(cut):
-            return self._drop(row, row_counts.PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
+            return self._drop(row, row_counts.PROMPT_TOO_LONG if is_cut else self.too_short)
         if self.needs_labels and not _learns(cut["labels"]):
-            return self._drop(
-                row, row_counts.PROMPT_TOO_LONG if length > self.sequence_len else row_counts.NO_REFERENCE
-            )
-        if length > self.sequence_len:
+            return self._drop(row, row_counts.PROMPT_TOO_LONG if is_cut else row_counts.NO_REFERENCE)
+        if is_cut:
             self.counts.add(row_counts.TRUNCATED, [row["document"]])
         if prompt_length >= self.sequence_len:  # the end of a chat was cut, but earlier turns are trained on
             return [_up_to_last_turn(cut)]

@@ -69,11 +69,9 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         discard_tables(rows)
         if config.excess_length_strategy == "raise" and counts[TOO_LONG]:
             row = counts.documents[TOO_LONG][0] - first_document
-            where = row_place(raw[row], row, f"{entry.path}, {entry.split}")
             raise DataError(
-                f"{where} exceeds sequence_len: {config.sequence_len} "
-                "tokens (excess_length_strategy: raise). Increase sequence_len, or set excess_length_strategy to drop "
-                "or truncate."
+                f"{row_place(raw[row], row, f'{entry.path}, {entry.split}')} exceeds sequence_len: "
+                f"{config.sequence_len} tokens (excess_length_strategy: raise). Use drop or truncate, or increase it."
             )
         return kept
 
@@ -166,8 +164,8 @@ def _hold_out(rows: Dataset, documents: RawRows, config: DataSettings) -> tuple[
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
     if not out or not left:
         raise DataError(
-            f"val_set_size: {size} of {given} holds out {len(chosen)}, which leaves {left} usable documents "
-            f"for training and {out} for evaluation; both need at least one. Change val_set_size, or use test_datasets."
+            f"val_set_size: {size} of {given} holds out {len(chosen)}, which leaves {left} usable documents for "
+            f"training and {out} for evaluation; both need at least one. Change val_set_size, or use test_datasets."
         )
     return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
 

@@ -167,14 +167,12 @@ def is_context(message: Message) -> bool:
     Raises DataError for values but 0, 1, true and false.
     """
     given = {key: message[key] for key in MARKS if message.get(key) is not None}
-    wrong = next(
-        (key for key, value in given.items() if isinstance(value, str | list | dict) or value not in (0, 1)), None
-    )
-    if wrong is not None:
-        raise DataError(
-            f"the {wrong} of a message ({message['role']}) must be 0 (context, not trained on) or 1, got "
-            f"{given[wrong]!r:.60}. To repeat the rows of a dataset, set its `weight`."
-        )
+    for key, value in given.items():
+        if isinstance(value, str | list | dict) or value not in (0, 1):
+            raise DataError(
+                f"the {key} of a message ({message['role']}) must be 0 (context, not trained on) or 1, got "
+                f"{value!r:.60}. To repeat the rows of a dataset, set its `weight`."
+            )
     return any(value == MARKS[key] for key, value in given.items())
 
 
@@ -191,11 +189,9 @@ def check_turns(messages: list[Message]) -> None:
     ]
     stop = max((number + 1 for number, is_reply in enumerate(replied) if is_reply), default=len(messages))
     roles = [message["role"] for message in messages[:stop]]
-    asked = next(
-        (n for n, role in enumerate(roles) if role not in _INSTRUCTS and role != "assistant" and said[n]), None
-    )
+    asks = [n for n, role in enumerate(roles) if role not in _INSTRUCTS and role != "assistant" and said[n]]
     is_greeting = lambda n: all(role in _INSTRUCTS for role in roles[:n])
-    if asked is None or any(replied[n] and not is_greeting(n) for n in range(asked)):
+    if not asks or any(replied[n] and not is_greeting(n) for n in range(asks[0])):
         raise Dropped(NO_PROMPT)
     if any(role in ("user", "assistant") and not (said[n] or replied[n]) for n, role in enumerate(roles)):
         raise Dropped(EMPTY_TURN)
@@ -231,11 +227,9 @@ def says_something(message: Message) -> bool:
 
 
 def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
-    """The messages of a row, from the column that the dataset's `entry` names, else `messages` or `conversations`, else
-    `prompt` and `completion` or `ground_truth`, messages or the text of the answer; assistant turns of the prompt are
-    context.
+    """The messages of a row, from the column of `entry`, else `messages` or `conversations`, else `prompt` and answer.
 
-    Empty if the chat is missing. A dotted name is a path into a column.
+    Assistant turns of the prompt are context. Empty if the chat is missing. A dotted name is a path into a column.
     """
     columns = [entry.field] if entry.field else ["messages", "conversations"]
     pairs = [] if entry.field else [("prompt", name) for name in ANSWERS]
@@ -269,25 +263,16 @@ def chat_in_json(value: Any, role: str = "role") -> Any:
 
 
 def _messages_in(example: dict[str, Any], column: str, entry: Any) -> list[Message]:
-    """The messages of a column, with the keys and roles of chat templates."""
-    where = f"column {column!r}"
-    found, normal = from_json(value_of(example, column), where), normaliser(entry)
-    if isinstance(found, list):
-        found = [normal(message, number) for number, message in enumerate(found)]
-    return messages_of(found, where)
+    return read_chat(value_of(example, column), f"column {column!r}", normaliser(entry))
 
 
-def from_json(chat: Any, where: str) -> Any:
-    """The chat in a JSON text, as tables have it; another value as it is. Raises DataError for other texts."""
-    if not isinstance(chat, str):
-        return chat
-    try:
-        return json.loads(chat) if chat.strip() else None
-    except ValueError as error:
-        raise DataError(
-            f"{where} must contain a list of messages with the keys role and content, or its JSON text, got "
-            f"{chat!r:.60}. For rows of texts, choose another type, such as alpaca, completion or a mapping of columns."
-        ) from error
+def read_chat(value: Any, where: str, normal: Callable[[Any, int], Any]) -> list[Message]:
+    """The messages in a list or in its JSON text, as tables have it, which `normal` converts; empty for None."""
+    if isinstance(value, str):
+        with doing(f"reading {where} as the JSON of messages (rows of texts have other types, such as alpaca)"):
+            value = json.loads(value) if value.strip() else None
+    value = [normal(message, number) for number, message in enumerate(value)] if isinstance(value, list) else value
+    return messages_of(value, where)
 
 
 def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
@@ -304,7 +289,11 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
         message = _renamed(message, entry.message_property_mappings or {})
         role = message.get("role")
         if role == _CALL and _CALL not in aliases:
-            return _calling(message, number)
+            given = _unpacked(message.pop("content", None), f"the content of message {number} ({_CALL})")
+            calls = given if isinstance(given, list) else [given]
+            functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+            calls = [{"type": "function", "function": function} for function in functions]
+            return message | {"role": "assistant", "tool_calls": calls}
         if isinstance(role, str):
             message["role"] = aliases.get(role, role)
         if message.get("content") is not None:
@@ -312,18 +301,6 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
         return _with_thinking(message, entry)
 
     return normal
-
-
-def _calling(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """The assistant turn that a message with the text of tool calls (`{"name", "arguments"}`, or a list) stands for."""
-    given = _unpacked(message.get("content"), f"the content of message {number} ({_CALL})")
-    calls = given if isinstance(given, list) else [given]
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
-    del message["content"]
-    return message | {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": function} for function in functions],
-    }
 
 
 def role_names(entry: ShapeKeys) -> dict[str, str]:
@@ -383,15 +360,12 @@ def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
 
 def _described(tool: Any) -> Any:
     """The description of a tool, whose parameters may be JSON text."""
-    what = "the parameters of a tool"
-    return {
-        key: _described(value)
-        if key == "function" and isinstance(value, Mapping)
-        else _unpacked(value, what)
-        if key == "parameters"
-        else value
-        for key, value in tool.items()
-    }
+    found = dict(tool.items())
+    if isinstance(found.get("function"), Mapping):
+        found["function"] = _described(found["function"])
+    if "parameters" in found:
+        found["parameters"] = _unpacked(found["parameters"], "the parameters of a tool")
+    return found
 
 
 def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -416,8 +390,3 @@ def template_columns(example: dict[str, Any], entry: Any) -> dict[str, Any]:
     """What the chat template reads besides the messages of a row, for transforms that return messages."""
     tools, kwargs = tools_of(example, entry), row_kwargs(example)
     return ({TOOLS: tools} if tools else {}) | ({ROW_KWARGS: kwargs} if kwargs else {})
-
-
-def reply_column(reply: Message | None) -> dict[str, Message]:
-    """The message of a reference that has more than text, such as thinking or tool calls."""
-    return {REPLY: reply} if reply is not None and reply.keys() > {"role", "content"} else {}

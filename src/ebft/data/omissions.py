@@ -43,7 +43,7 @@ class Omissions:
         self.template = template
         self._warned: set[str] = set()
         self._checked_tools = False
-        self._roles: dict[str, bool] = {}  # whether the template renders the role developer, by template
+        self._roles: dict[str, bool] = {}  # whether a template renders the role developer
 
     def check(
         self, messages: list[Message], render: ChatTemplate, trained: Collection[int], text: str | None = None
@@ -55,7 +55,8 @@ class Omissions:
         text = render(messages) if text is None else text
         if render.tools and not self._checked_tools:
             self._checked_tools = True
-            if render.without_tools()(messages) == text:
+            without = ChatTemplate(render.tokenizer, render.name, render.kwargs, None, render.closed)
+            if without(messages) == text:
                 self._warn("ignores the descriptions of tools of the rows. Use a chat_template that renders tools.")
         if _shows_all(text, messages):
             return
@@ -113,12 +114,9 @@ class Omissions:
         role, fix = message["role"], "Use another chat_template"
         if role not in _ROLES:
             fix += f", or name the role of the template in `roles` of the dataset: `roles: {{assistant: [{role}]}}`"
-        elif part.what == "thinking" and part.field == "content":
-            fix += ", such as the file of a training template of TRL, or remove the thinking in tags from the data"
         elif part.what == "thinking":
-            fix += ", or write it into the content: set `template_thinking_key: content`"
-            fix += f" and `field_thinking: {part.field}`" if part.field != THINKING[0] else ""
-            fix += " of the dataset"
+            fix += ", such as a training template of TRL, or for thinking in a key, set field_thinking to this key and "
+            fix += "`template_thinking_key: content` of the dataset"
         use = "so it cannot be trained on" if is_trained else "so it would be missing from the prompt"
         omits = f"chat template {self.template} omits the {part.what} of message {index} ({role})"
         raise DataError(f"{omits} in its key {part.field}, {use}. {fix}.")
@@ -177,9 +175,8 @@ def _put(path: list[Any], marked: Callable[[str], Any], value: Any, mark: str) -
 
 
 def _put_into_content(number: int, message: Message, mark: str) -> Message:
-    content = message["content"]
-    _, start, end = _spans(content, message["role"] == "assistant")[number]
-    return {**message, "content": content[:start] + mark + content[end:]}
+    _, start, end = _spans(message["content"], message["role"] == "assistant")[number]
+    return {**message, "content": message["content"][:start] + mark + message["content"][end:]}
 
 
 def _shows_all(rendered: str, messages: list[Message]) -> bool:

@@ -68,26 +68,7 @@ def _columns(*datasets: Dataset | None) -> list[str]:
 
 
 def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
-    """The rows with one column per field, with a type that can represent all of its values."""
-    features = _features(rows, columns)
-    return map_rows(
-        rows,
-        partial(_unpack, features=features),
-        batched=True,
-        batch_size=_BATCH,
-        remove_columns=rows.column_names,
-        features=features,
-        desc="Reading prompts",
-    )
-
-
-def _unpack(batch: dict[str, list], features: Features) -> dict[str, list]:
-    rows = [json.loads(row) for row in batch["row"]]
-    return {name: stored([row.get(name, _ABSENT.get(name)) for row in rows], kind) for name, kind in features.items()}
-
-
-def _features(rows: Dataset, columns: list[str]) -> Features:
-    """The type of each column over all rows. Nested values stay as in their row: JSON, not mappings of Arrow."""
+    """The rows with one column per field, of a type that can represent all of its values; nested ones are JSON."""
     types = Types(columns)
     for batch in rows.iter(batch_size=_BATCH):
         for row in map(json.loads, batch["row"]):
@@ -97,7 +78,22 @@ def _features(rows: Dataset, columns: list[str]) -> Features:
             f"column {name!r} contains values of different types ({', '.join(kinds)}). Convert it to one type in all "
             "rows (for example text), or remove it with the transform's remove_columns."
         )
-    return Features(types.features())
+    features = Features(types.features())
+
+    def unpack(batch: dict[str, list]) -> dict[str, list]:
+        found = [json.loads(row) for row in batch["row"]]
+        values = {name: [row.get(name, _ABSENT.get(name)) for row in found] for name in features}
+        return {name: stored(values[name], kind) for name, kind in features.items()}
+
+    return map_rows(
+        rows,
+        unpack,
+        batched=True,
+        batch_size=_BATCH,
+        remove_columns=rows.column_names,
+        features=features,
+        desc="Reading prompts",
+    )
 
 
 # A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
@@ -105,15 +101,8 @@ def _features(rows: Dataset, columns: list[str]) -> Features:
 FEATURES = Features({"row": Value("string"), "columns": Value("string"), **WITH_REASON})
 # Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
 RESERVED = (
-    "completion",
-    "completion_ids",
-    "completions",
-    "prompts",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "image",  # TRL would treat these columns as images, which are not supported here
-    "images",
+    *("completion", "completion_ids", "completions", "prompts", "trainer_state", "log_extra", "log_metric"),
+    *("image", "images"),  # TRL would treat these columns as images, which are not supported here
 )
 
 
@@ -135,7 +124,12 @@ class PromptRow:
         self.hint = wanted_rows(required)
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
-        self._check_names(row)
+        check_fields(row, ("prompt", "ground_truth") if self.needs_reference else ("prompt",), self.hint)
+        if taken := [name for name in RESERVED if name in row]:
+            raise DataError(
+                f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
+                "functions. Rename the column, or add it to the transform's remove_columns."
+            )
         fields = {
             **row,
             "prompt": text_or_messages(row["prompt"], "prompt"),
@@ -143,7 +137,10 @@ class PromptRow:
         }
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
-        fields |= self._of_template(fields)
+        # What the chat template reads is JSON text: Arrow would add the keys of other rows.
+        given = {TOOLS: fields.get(TOOLS), REPLY: fields.get(REPLY), ROW_KWARGS: row_kwargs(fields, self.of_entry)}
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items() if value}
+        fields |= {name: texts.get(name, "") for name in given if name in fields or name in texts}
         if isinstance(fields["prompt"], list):
             reply = {"role": "assistant", "content": "?"}  # one without a text has a reason of its own
             check_turns([*fields["prompt"], reply, *fields.get("remaining_turns", [])])
@@ -151,18 +148,10 @@ class PromptRow:
         reason = self._reason(fields)
         # Only rows that are kept determine the columns.
         return {
-            "row": "" if reason else json.dumps({name: _plain(name, value) for name, value in fields.items()}),
+            "row": "" if reason else json.dumps(fields, default=_listed),
             "columns": json.dumps([] if reason else list(fields)),
             "reason": reason,
         }
-
-    def _of_template(self, fields: dict[str, Any]) -> dict[str, str]:
-        """The columns that the chat template reads, as JSON text: Arrow would add the keys of other rows to theirs."""
-        found = {name: fields[name] for name in (TOOLS, REPLY) if fields.get(name)}
-        kwargs = row_kwargs(fields, self.of_entry)
-        found |= {ROW_KWARGS: kwargs} if kwargs else {}
-        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
-        return {name: "" for name in (TOOLS, REPLY, ROW_KWARGS) if name in fields} | texts
 
     def _check_rendering(self, fields: dict[str, Any]) -> None:
         """Check that the template renders all messages; messages of a role that it does not know get another one."""
@@ -178,15 +167,6 @@ class PromptRow:
             chat += [reply, *fields.get("remaining_turns", [])]
         compared = [index for index in range(len(fields["prompt"]), len(chat)) if is_reply(chat[index])]
         self.omissions.check(chat[: max(compared, default=len(chat) - 1) + 1], template, compared)
-
-    def _check_names(self, row: Mapping[str, Any]) -> None:
-        check_fields(row, ("prompt", "ground_truth") if self.needs_reference else ("prompt",), self.hint)
-        taken = [name for name in RESERVED if name in row]
-        if taken:
-            raise DataError(
-                f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
-                "functions. Rename the column, or add it to the transform's remove_columns."
-            )
 
     def _reason(self, fields: dict[str, Any]) -> str:
         prompt, reference = fields["prompt"], fields["ground_truth"]
@@ -204,13 +184,6 @@ class PromptRow:
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
 
 
-def _plain(name: str, value: Any) -> Any:
-    """The value as JSON types; arrays and tensors are converted to lists."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(name, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(name, item) for item in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    raise TypeError(f"column {name!r} contains {type(value).__name__}; only text, numbers, lists and dicts are rows")
+def _listed(array: Any) -> Any:
+    """An array or a tensor as a list; for other values, the error of the json module."""
+    return array.tolist() if hasattr(array, "tolist") else json.JSONEncoder().default(array)

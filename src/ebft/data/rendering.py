@@ -27,6 +27,7 @@ from ebft.errors import DataError, cause
 _REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template writes after it
 _ASKED = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "ebft_tool", "arguments": {"a": "b"}}}
+_RESULT = {"role": "tool", "tool_call_id": _CALL["id"], "name": "ebft_tool", "content": "?"}
 
 
 class ChatTemplate:
@@ -66,17 +67,13 @@ class ChatTemplate:
         text = self._apply([self._readable(message) for message in messages], add_generation_prompt)
         if not self.closed or add_generation_prompt or not messages or messages[-1].get("role") != "assistant":
             return text
-        return text + self._next_turn[bool(messages[-1].get("tool_calls"))]
+        return text + self.next_turn[bool(messages[-1].get("tool_calls"))]
 
     def with_tools(self, tools: list[Any] | None, kwargs: dict[str, Any] | None = None) -> ChatTemplate:
         """The same template for a row with descriptions of tools and arguments of its own."""
         if not tools and not kwargs:
             return self
         return ChatTemplate(self.tokenizer, self.name, self.kwargs | (kwargs or {}), tools or self.tools, self.closed)
-
-    def without_tools(self) -> ChatTemplate:
-        """The same template without descriptions of tools."""
-        return ChatTemplate(self.tokenizer, self.name, self.kwargs, None, self.closed)
 
     @cached_property
     def thinking_keys(self) -> list[str]:
@@ -126,14 +123,13 @@ class ChatTemplate:
         return text.rpartition(reply)[2]
 
     @cached_property
-    def _next_turn(self) -> dict[bool, str]:
+    def next_turn(self) -> dict[bool, str]:
         """The special token that starts the turn after a reply without and with tool calls, if nothing ends replies."""
         reply = {"role": "assistant", "content": _REPLY}
         calls = {**reply, "tool_calls": [_CALL]}
-        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "ebft_tool", "content": "?"}
         if not self._text([_ASKED, reply]).endswith(_REPLY):
             return {False: "", True: ""}
-        return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, result)}
+        return {False: self._start_of(reply, _ASKED), True: self._start_of(calls, _RESULT)}
 
     @cached_property
     def _reads_only_parts(self) -> bool:
@@ -144,9 +140,8 @@ class ChatTemplate:
     @cached_property
     def _reads_objects(self) -> bool:
         """Whether the template writes the result of a tool that is an object as JSON."""
-        calls = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "ebft_tool", "content": {_REPLY: _REPLY}}
-        return f'"{_REPLY}"' in self._text([_ASKED, self._readable(calls), result])
+        calls = self._readable({"role": "assistant", "content": "", "tool_calls": [_CALL]})
+        return f'"{_REPLY}"' in self._text([_ASKED, calls, {**_RESULT, "content": {_REPLY: _REPLY}}])
 
     @cached_property
     def _doubles_thinking(self) -> bool:
@@ -201,11 +196,6 @@ class ChatTemplate:
                         return read, content
         return (lambda call: call), ""
 
-    @property
-    def ends_with_next_turn(self) -> bool:
-        """Whether the template writes nothing after a reply, so that the start of the next turn ends it."""
-        return bool(self._next_turn[False])
-
     def _start_of(self, reply: Message, message: Message) -> str:
         done, text = self._text([_ASKED, reply]), self._text([_ASKED, reply, message])
         start = text[len(done) :].lstrip() if done and text.startswith(done) else ""
@@ -236,19 +226,12 @@ class ChatTemplate:
             raise DataError(f"chat template {self.name} cannot render these messages: {cause(error)}") from error
 
 
-def _as_read(convert: Callable[[Any], Any], is_flat: bool, call: Any) -> Any:
-    call = _with_arguments(call, convert)
-    if is_flat and isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
-        return {key: call[key] for key in call if key != "function"} | call["function"]
-    return call
-
-
-def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
-    if not isinstance(call, Mapping):
+def _as_read(convert: Callable[[Any], Any], is_flat: bool, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(function := call.get("function"), Mapping):
         return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_arguments(call["function"], convert)}
-    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
+    function = {**function, **({"arguments": convert(function["arguments"])} if "arguments" in function else {})}
+    rest = {key: call[key] for key in call if key != "function"}
+    return rest | function if is_flat else {**call, "function": function}
 
 
 def _as_object(arguments: Any) -> Any:
@@ -271,10 +254,8 @@ _AS_TEXT = " [/INST]"
 _USER, _MARKED_REPLY = ({"role": role, "content": f"A {role}"} for role in ("user", "assistant"))
 _SYSTEM = {"role": "system", "content": "A system"}
 _MARKED_QUESTION = ([_USER], [_USER, _MARKED_REPLY, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _MARKED_REPLY, _USER])
-_CHATS = (
-    *_MARKED_QUESTION,
-    *([*chat, _MARKED_REPLY] for chat in _MARKED_QUESTION),
-)  # some templates end a finished chat with another token
+# Some templates end a finished chat with another token.
+_CHATS = (*_MARKED_QUESTION, *([*chat, _MARKED_REPLY] for chat in _MARKED_QUESTION))
 
 
 def rendered_examples(tokenizer: PreTrainedTokenizerBase, template: str | dict) -> list[str | None]:
@@ -291,10 +272,14 @@ def rendered_examples(tokenizer: PreTrainedTokenizerBase, template: str | dict) 
 
 def split_markers(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     """The markers in `text` that the tokenizer splits into several tokens, or does not know."""
-    found = dict.fromkeys(_MARKER.findall(text))
-    return [
-        marker for marker in found if not (marker.startswith("[") and _AS_TEXT in text) and _is_split(tokenizer, marker)
-    ]
+    split, unknown = [], tokenizer.unk_token_id
+    for marker in dict.fromkeys(_MARKER.findall(text)):
+        ids = tokenizer(marker, add_special_tokens=False, verbose=False)["input_ids"]
+        own = tokenizer.convert_tokens_to_ids(marker)  # may follow a space that the tokenizer adds
+        is_token = own in ids and (own != unknown or marker == tokenizer.unk_token)
+        is_token = is_token or (len(ids) == 1 and ids[0] != unknown)
+        split += [] if is_token or (marker.startswith("[") and _AS_TEXT in text) else [marker]
+    return split
 
 
 def split_by_template(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -316,11 +301,3 @@ def warn_of_split_markers(what: str, markers: list[str]) -> None:
         "lora_modules_to_save: [embed_tokens, lm_head], so that they are trained.",
         stacklevel=3,
     )
-
-
-def _is_split(tokenizer: PreTrainedTokenizerBase, marker: str) -> bool:
-    ids = tokenizer(marker, add_special_tokens=False, verbose=False)["input_ids"]
-    unknown = tokenizer.unk_token_id
-    own = tokenizer.convert_tokens_to_ids(marker)  # may follow a space that the tokenizer adds
-    is_token = own in ids and (own != unknown or marker == tokenizer.unk_token)
-    return not is_token and (len(ids) != 1 or ids[0] == unknown)

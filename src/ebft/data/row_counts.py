@@ -32,24 +32,9 @@ REFERENCE_TOO_LONG = "whose prompt and reference do not fit within sequence_len"
 NO_COMPLETION = "without a completion (or with only one of chosen and rejected)"
 COMPLETION_TOO_LONG = "whose prompt and completions do not fit within sequence_len"
 DROPPED = (
-    EMPTY,
-    NO_PROMPT,
-    SAME_ROLE,
-    EMPTY_TURN,
-    NO_REFERENCE,
-    PROMPT_TOO_LONG,
-    REFERENCE_TOO_LONG,
-    NO_COMPLETION,
-    COMPLETION_TOO_LONG,
-    TOO_LONG,
-    TOO_SHORT,
-    TAIL,
-    ONE_TOKEN,
-    NOTHING_TO_PREDICT,
-    NO_REPLY,
-    REPLY_TOO_LONG,
-    NO_STEP,
-    REPEATED,
+    *(EMPTY, NO_PROMPT, SAME_ROLE, EMPTY_TURN, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, NO_COMPLETION),
+    *(COMPLETION_TOO_LONG, TOO_LONG, TOO_SHORT, TAIL, ONE_TOKEN, NOTHING_TO_PREDICT, NO_REPLY, REPLY_TOO_LONG),
+    *(NO_STEP, REPEATED),
 )
 OF_LENGTH = (TOO_SHORT, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, COMPLETION_TOO_LONG)  # which settings determine
 # Other counts.

@@ -77,7 +77,7 @@ class RawRows:
         return found if found.any() else ~found
 
     def held_out(self, size: float, seed: int) -> np.ndarray:
-        """The documents that `val_set_size: size` holds out: a fraction of those that have text, or a number.
+        """The documents that `val_set_size: size` holds out: a fraction of the documents with text, or a number.
 
         At least one, and none without text as long as there are others, such as an empty file. They are selected among
         all other documents, usable or not: methods that drop different ones hold out the same ones.
@@ -278,10 +278,9 @@ def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
         if kind == "csv":
             starts = {}
             for each in fsspec.open_files(urls, "rb", compression="infer"):
+                name = PurePosixPath(each.path.partition("?")[0])
                 with each as file:
-                    starts[each.full_name] = file_formats.header_and_first_row(
-                        PurePosixPath(each.path.partition("?")[0]), file
-                    )
+                    starts[each.full_name] = file_formats.header_and_first_row(name, file)
             header = file_formats.check_starts(starts)
         return load_dataset_builder(kind, data_files=urls, **file_formats.reader_options(kind, names, header))
 
@@ -329,9 +328,7 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
         return {"files": [[name, file_fingerprint(path)] for name, path in [*files, *cards]]}
     try:
         folder = snapshot_download(entry.path, repo_type="dataset", revision=entry.revision, allow_patterns=[])
-    except (
-        Exception
-    ):  # not in the cache of files, but possibly in the cache of loaded datasets; else this raises DataError
+    except Exception:  # not in the cache of files, but possibly in the cache of loaded datasets
         return {"hub": read_source(entry)._fingerprint}
     return {"hub": Path(folder).name}
 

@@ -277,11 +277,11 @@ class StreamRows(torch.utils.data.IterableDataset):
 
     def _row(self, pieces: list[list[int]], position: Position) -> dict[str, Any]:
         ids = [token for piece in pieces for token in piece]
-        if not self._apart:
-            return {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "position": position, "pieces": len(pieces)}
-        labels = [label for piece in pieces for label in (IGNORE, *piece[1:])]
-        lengths = [len(piece) for piece in pieces]
-        return {"input_ids": ids, "labels": labels, "seq_lengths": lengths, "position": position, "pieces": len(pieces)}
+        row = {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "position": position, "pieces": len(pieces)}
+        if self._apart:
+            row["labels"] = [label for piece in pieces for label in (IGNORE, *piece[1:])]
+            row["seq_lengths"] = [len(piece) for piece in pieces]
+        return row
 
     def _texts(self, start: Position) -> Iterator[tuple[Position, list[int]]]:
         """The position and the tokens of each usable document, without end; the first may have been read in part."""
@@ -308,10 +308,7 @@ _SOURCE = ("name", "split", "revision", "field", "skip", "ds_type", "weight")
 
 
 def load_stream(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
-    """The stream of `datasets`, and the rows of `test_datasets`, if any.
-
-    The first row of each source is read, so that sources that cannot be used are reported before a model is loaded.
-    """
+    """The stream of `datasets`, and the rows of `test_datasets`, if any."""
     stream = stream_rows(config, tokenizer)
     if not config.test_datasets:
         return LoadedRows(stream, None, [])
@@ -320,7 +317,7 @@ def load_stream(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> L
 
 
 def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> StreamRows:
-    """The stream of `datasets`."""
+    """The stream of `datasets`; the first row of each source is read, so that errors come before a model is loaded."""
     functions = [tokeniser(entry, config, tokenizer) for entry in config.datasets]
     for number, source in enumerate(_sources(config.datasets)):
         _tokens(functions, Document(number, *source.next_row()))

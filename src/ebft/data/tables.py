@@ -105,7 +105,9 @@ def forked_processes(name: str = "datasets") -> Iterator[None]:
     except EBFTError:
         raise
     except Exception as error:
-        reasons = list(_reasons(error))
+        reasons: list[BaseException] = [error]  # and those during whose handling it was raised
+        while reasons[-1].__context__ is not None:
+            reasons.append(reasons[-1].__context__)
         interruption = next((reason for reason in reasons if isinstance(reason, KeyboardInterrupt)), None)
         if interruption is not None:
             raise interruption from None
@@ -136,13 +138,6 @@ def reading(what: str) -> Iterator[None]:
             yield
         except DatasetGenerationError as error:
             raise (error.__cause__ or error) from None
-
-
-def _reasons(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those during whose handling it was raised."""
-    while error is not None:
-        yield error
-        error = error.__context__
 
 
 def _after_fork_in_child() -> None:

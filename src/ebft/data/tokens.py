@@ -19,10 +19,9 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -218,7 +217,6 @@ _CONTEXT = 4096  # characters of the zone in which windows are joined, and of th
 _EQUAL = 24  # tokens on either side of the place at which windows are joined that have to be equal
 _MARKS = " \n\t.,;:\"'()[]{}<>=/+*-|。，、！？；：「」（）…"  # characters that may end a word
 _LINES = ("word", "字。", "!?", "का")  # ends of lines
-_places: WeakKeyDictionary[object, re.Pattern[str] | None] = WeakKeyDictionary()
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -299,17 +297,10 @@ def _joined(left: _Window, right: _Window, places: re.Pattern[str], text: str) -
     return None
 
 
+@lru_cache(maxsize=4)
 def _places_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """The places at which windows may be joined; None if texts have to be tokenised at once."""
-    if not tokenizer.is_fast:
-        return None
-    if tokenizer not in _places:
-        _places[tokenizer] = _find_places(tokenizer)
-    return _places[tokenizer]
-
-
-def _find_places(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    if max(map(len, tokenizer.get_added_vocab()), default=0) > _CONTEXT // 4:
+    if not tokenizer.is_fast or max(map(len, tokenizer.get_added_vocab()), default=0) > _CONTEXT // 4:
         return None
     backend = tokenizer.backend_tokenizer
     if backend.pre_tokenizer is not None and b'"FixedLength"' in backend.pre_tokenizer.__getstate__():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
 
-from ebft.errors import NonFiniteLossError
+from ebft.errors import NonFiniteLossError, warn
 from ebft.health import rules
 from ebft.health.rules import Log, Sighting
 from ebft.run_files import HEALTH
@@ -282,10 +281,8 @@ class HealthCallback(TrainerCallback):
 
     def _log_of(self, args: Any, state: Any) -> Log:
         options = vars(args)
-        found = {
-            "samples": options.get("num_generations") or options.get("n_samples_per_prompt"),
-            "whitened": options.get("use_whitening"),
-        }
+        samples = options.get("num_generations") or options.get("n_samples_per_prompt")
+        found = {"samples": samples, "whitened": options.get("use_whitening")}
         given = {name: value for name, value in self._given.items() if value is not None}
         log = Log(**(found | given), fp16=args.fp16)
         for entry in state.log_history:
@@ -297,26 +294,19 @@ class HealthCallback(TrainerCallback):
         self.reported.add(condition.name)
         state.stateful_callbacks[_SAVED_AS] = {"reported": sorted(self.reported)}
         message = f"{sighting.saw}. {condition.meaning}"
-        warnings.warn(
+        warn(
             f"{condition.name} since step {sighting.since} (seen at step {state.global_step}): {message} To try: "
-            f"{condition.remedy} (health: false turns these checks off)",
-            stacklevel=1,
+            f"{condition.remedy} (health: false turns these checks off)"
         )
         self._write(condition, state.global_step, sighting.since, message, args.output_dir)
 
     def _write(self, condition: Condition, step: int, since: int, message: str, folder: str) -> None:
-        line = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "step": step,
-            "since": since,
-            "name": condition.name,
-            "message": message,
-            "remedy": condition.remedy,
-        }
+        line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": step, "since": since}
+        line |= {"name": condition.name, "message": message, "remedy": condition.remedy}
         path = Path(folder) / HEALTH
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
-            warnings.warn(f"{path} cannot be written ({error}).", stacklevel=1)
+            warn(f"{path} cannot be written ({error}).")

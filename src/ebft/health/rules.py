@@ -171,10 +171,9 @@ def rejected_preferred(log: Log) -> Sighting | None:
     start = series.start()
     if start is None:
         return None
-    since = series.since(lambda value: value < min(0.0, start - series.margin()), PERSISTENT)
-    if since is None:
-        return None
-    return Sighting(since, f"rewards/margins fell from {start:.3f} to {median(series.recent()):.3f}")
+    limit = min(0.0, start - series.margin())
+    change = f"rewards/margins fell from {start:.3f} to {{:.3f}}"
+    return series.seen(lambda value: value < limit, change, PERSISTENT)
 
 
 def truncation(log: Log) -> Sighting | None:

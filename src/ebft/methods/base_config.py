@@ -50,16 +50,6 @@ class MethodKeys(Section):
             raise ValueError("rl: reward_trainer is reward_model: true here. Set that, and remove rl.")
         return value
 
-    @field_validator("reward_model", mode="before")
-    @classmethod
-    def _is_no_name(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            raise ValueError(
-                f"reward_model: invalid value {value!r}; expected true or false. To use a reward model as a reward of "
-                "rl: grpo, set trl.reward_funcs to its folder or Hub id."
-            )
-        return value
-
 
 Strategy = Literal["no", "steps", "epoch"]
 Count = Annotated[int, Field(ge=1)]

@@ -17,17 +17,9 @@ from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
 from ebft.errors import ConfigError
-from ebft.methods import nemo_gym
-from ebft.methods.method import (
-    HEALTHY_ROLLOUTS,
-    EvaluationSampling,
-    Method,
-    MethodConfig,
-    Needs,
-    class_at,
-    warn_of_unmet,
-)
-from ebft.models.files import reward_problem
+from ebft.methods import method, nemo_gym
+from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method, MethodConfig, Needs
+from ebft.models.weight_files import reward_problem
 
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows
@@ -76,7 +68,7 @@ class GRPO(Method):
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve_gym_names(config)
         rules.follow_samples(config.ebft, config.trl)
-        warn_of_unmet(config, _NEEDS)
+        method.warn_of_unmet(config, _NEEDS)
         for message in _idle(config):
             warnings.warn(f"{message}.", stacklevel=2)
         if config.torch_compile:
@@ -199,7 +191,7 @@ class GRPO(Method):
         from ebft.structured.reward import load_reward_funcs
 
         built_in, agents = nemo_gym.rewards_and_agents(config)
-        return class_at(self.trainer)(
+        return method.class_at(self.trainer)(
             model=model,
             reward_funcs=load_reward_funcs(config.trl, config.ebft, model, tokenizer, built_in),
             agents=agents,
@@ -316,7 +308,7 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
             problem = reward_problem(name)
             if problem is not None:
                 yield problem
-        elif name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
+        elif name not in (FEATURE_MATCHING, *((VERIFY, ENVIRONMENT) if config.nemo_gym_enabled else ())):
             find_function("trl.reward_funcs", name)
 
 

@@ -40,7 +40,7 @@ _LOADERS = {
     "prompts": "ebft.data.prompts:load_prompt_rows",
     "preferences": "ebft.data.preferences:load_preference_rows",
     "labelled": "ebft.data.preferences:load_preference_rows",
-    "comparisons": "ebft.data.reward_rows:load_comparisons",
+    "comparisons": "ebft.data.preferences:load_comparisons",
 }
 
 

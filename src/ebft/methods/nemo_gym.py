@@ -77,15 +77,17 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
     if config.nemo_gym_enabled and not _is_read(config):
         yield f"nemo_gym_enabled: true needs rl: grpo. Rows of NeMo Gym have no references for {config.method.name}."
         return
-    rewards = [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs or []]
     if not config.nemo_gym_enabled:
-        for name in (VERIFY, ENVIRONMENT):
-            if name in rewards:
-                yield f"trl.reward_funcs: {name} needs nemo_gym_enabled: true."
         return
     if not config.nemo_gym_datasets:
         yield "nemo_gym_enabled: true needs nemo_gym_datasets, the files of its rows, each with its path."
-    yield from _other_files(config)
+    ours = {path_in(config.nemo_gym_dir, entry.path) for entry in config.nemo_gym_datasets}
+    theirs = {path_in(".", entry.path) for entry in config.datasets}
+    if ours and ours != theirs:
+        yield (
+            f"datasets and nemo_gym_datasets list different files: {', '.join(sorted(ours ^ theirs))}. Remove "
+            "datasets, which then lists the same ones."
+        )
     slices = _slices(config)
     for entry in config.datasets:
         of_file = slices.get(path_in(".", entry.path), entry.split)
@@ -96,7 +98,7 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
             )
     wanted = _reward(config)
     other = VERIFY if config.nemo_gym_multi_turn else ENVIRONMENT
-    if other in rewards:
+    if other in [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs or []]:
         yield (
             f"nemo_gym_multi_turn: {_mode(config)} uses the reward {wanted}: add it to trl.reward_funcs in place of "
             f"{other}, or change nemo_gym_multi_turn."
@@ -107,22 +109,6 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
 
 def _is_read(config: MethodConfig) -> bool:
     return issubclass(config.method.keys, NemoGymKeys)
-
-
-def _other_files(config: MethodConfig) -> Iterator[str]:
-    ours = {path_in(config.nemo_gym_dir, entry.path) for entry in config.nemo_gym_datasets}
-    theirs = {path_in(".", entry.path) for entry in config.datasets}
-    if ours and ours != theirs:
-        yield (
-            f"datasets and nemo_gym_datasets list different files: {', '.join(sorted(ours ^ theirs))}. Remove "
-            "datasets, which then lists the same ones."
-        )
-    kinds = {entry.type for entry in config.datasets} - {"nemo_gym", "nemo_gym.transform"}
-    if kinds:
-        yield (
-            f"datasets.type: {', '.join(sorted(kinds))} does not read rows of NeMo Gym. Set type: chat_template with "
-            "field_messages: responses_create_params.input, or remove datasets."
-        )
 
 
 def _agents(config: MethodConfig) -> Iterator[str]:

@@ -126,7 +126,7 @@ class ProcessRewardModel(Classifier):
         return step_head(config.num_labels or CLASSES)
 
     def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
-        from ebft.data.reward_rows import load_steps
+        from ebft.data.preferences import load_steps
 
         return load_steps(config, tokenizer, config.num_labels or CLASSES)
 

@@ -132,7 +132,7 @@ class SFT(Method):
         return own
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.batches import pack_rows
+        from ebft.data.batches import JoiningCollator, pack_rows
         from ebft.models.causal_lm import unwrap_adapter
 
         if common["args"].use_liger_kernel:
@@ -144,11 +144,10 @@ class SFT(Method):
         common["activation_offloading"] = config.activation_offloading and not common["args"].use_cpu
         if config.streaming:
             from ebft.data.stream import order_of
-            from ebft.sft.stream import StreamCollator, StreamTrainer
+            from ebft.sft.trainer import StreamCollator, StreamTrainer
 
             common["data_collator"] = StreamCollator(tokenizer.pad_token_id)
             return StreamTrainer(order_of(config), packs=config.pretrain_multipack_attn, model=model, **common)
-        from ebft.data.batches import JoiningCollator
         from ebft.sft.trainer import SFTTrainer
 
         collator = JoiningCollator(tokenizer.pad_token_id)

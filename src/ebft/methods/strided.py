@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions
 from ebft.config.section import option_names
-from ebft.methods.method import (
-    CROSS_ENTROPY,
-    FEATURES,
-    HEALTHY_ROLLOUTS,
-    EvaluationSampling,
-    Method,
-    pass_at,
-    warn_of_unmet,
-)
+from ebft.methods import method
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Method
 from ebft.methods.processes import zero_stage
 
 if TYPE_CHECKING:
@@ -37,7 +30,7 @@ CITATION = """\
   journal = {arXiv preprint arXiv:2603.12248},
   year    = {2026}
 }"""
-HEALTHY = {"grad_norm": (None, 3.0), "whitened alignment": (0.3, 1.9), **HEALTHY_ROLLOUTS}
+HEALTHY = {"grad_norm": (None, 3.0), "whitened alignment": (0.3, 1.9), **method.HEALTHY_ROLLOUTS}
 NEED_OF_BASELINE = (
     "ebft.rloo_baseline",
     "advantage_estimator: rloo",
@@ -64,7 +57,7 @@ class Strided(Method):
 
     def resolve(self, config: MethodConfig) -> None:
         warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
-        warn_of_unmet(config, (NEED_OF_BASELINE,))
+        method.warn_of_unmet(config, (NEED_OF_BASELINE,))
         rules.resolve_single_sample(config.ebft)
         rules.warn_of_reward(config.ebft)
         if config.train_on_inputs:
@@ -89,7 +82,7 @@ class Strided(Method):
         yield from missing_device(config, machine)
 
     def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
-        return (*FEATURES, *CROSS_ENTROPY, *pass_at(max(2, config.ebft.n_samples_per_prompt)))
+        return (*FEATURES, *CROSS_ENTROPY, *method.pass_at(max(2, config.ebft.n_samples_per_prompt)))
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
         return EvaluationSampling(config.ebft.n_samples_per_prompt, by_reference=reference_limit(config))

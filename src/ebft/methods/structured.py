@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import Section, option_names
+from ebft.methods import strided
 from ebft.methods.grpo import FEATURE_MATCHING, GRPO
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Method, Needs, pass_at, warn_of_unmet
-from ebft.methods.strided import (
-    CITATION,
-    HEALTHY,
-    NEED_OF_BASELINE,
-    PAPER,
-    feature_conflicts,
-    missing_device,
-    reference_limit,
-    warn_of_options,
-)
 
 if TYPE_CHECKING:
     from ebft.machine import Machine
@@ -29,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _NEEDS: Needs = (
-    NEED_OF_BASELINE,
+    strided.NEED_OF_BASELINE,
     ("ebft.gt_length_multiplier", "adaptive_max_tokens: true", lambda c: c.ebft.adaptive_max_tokens),
     ("ebft.gt_length_floor", "adaptive_max_tokens: true", lambda c: c.ebft.adaptive_max_tokens),
 )
@@ -40,10 +31,10 @@ class Structured(GRPO):
 
     name = "structured mode (rl: ebft without ebft.mode: strided)"
     tag = "ebft"
-    title = f"energy-based fine-tuning (structured mode; {PAPER})"
+    title = f"energy-based fine-tuning (structured mode; {strided.PAPER})"
     summary = Method.summary
-    citation = CITATION
-    healthy = HEALTHY
+    citation = strided.CITATION
+    healthy = strided.HEALTHY
     keys = Section  # without NeMo Gym's, whose rows have no references
     needs_reference = True
     own_rewards = (FEATURE_MATCHING,)
@@ -51,7 +42,7 @@ class Structured(GRPO):
     trainer = "ebft.structured:EBFTTrainer"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
-        yield from feature_conflicts(config)
+        yield from strided.feature_conflicts(config)
         if config.ebft.rl_coef == 0:
             yield (
                 "ebft.rl_coef: 0 has no effect in structured mode, whose policy-gradient term always has weight 1. "
@@ -60,7 +51,7 @@ class Structured(GRPO):
         yield from super().conflicts(config)
 
     def warn_of_idle_options(self, config: MethodConfig) -> None:
-        warn_of_options(StridedOptions, "strided", config)
+        strided.warn_of_options(StridedOptions, "strided", config)
         warn_of_unmet(config, _NEEDS)
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
@@ -75,14 +66,14 @@ class Structured(GRPO):
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         yield from super().problems_here(config, machine)
-        yield from missing_device(config, machine)
+        yield from strided.missing_device(config, machine)
 
     def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         samples = pass_at(config.trl.num_generations)
         return (*FEATURES, *CROSS_ENTROPY, *samples, *super().held_out_metrics(config))
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
-        return replace(super().sampling(config), by_reference=reference_limit(config))
+        return replace(super().sampling(config), by_reference=strided.reference_limit(config))
 
     def cross_entropy(self, config: MethodConfig) -> dict[str, Any]:
         return {"ce_coef": config.ebft.ce_coef, "mask_thinking": config.ebft.mask_thinking_ce}

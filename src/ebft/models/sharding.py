@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from ebft.errors import ConfigError, ModelError, some_of
+from ebft.errors import ConfigError, ModelError
 from ebft.models.weight_files import OPTIMIZER, WEIGHTS, ShardedReader, WeightFiles
 from ebft.transformers_internals import convert_weights, unset_hf_deepspeed_config, weight_groups
 
@@ -152,51 +152,21 @@ def is_in_parts(folder: Path) -> bool:
 
 @torch.no_grad()
 def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights of a checkpoint, or its adapters, into the model. Raises ModelError if weights are missing."""
+    """Load the weights of a checkpoint, or its adapters, into the model. transformers ignores weights that one of both
+    lacks, and names in files that differ from the model's. Raises ModelError if weights are missing or do not fit."""
     reshard(model)
     if is_in_parts(folder):
         _load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
         return
     if not isinstance(model, PeftModel):
-        # Second names of weights that have two are not in files.
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in model.named_parameters()}
-        _copy(_converted(model, folder), _weights_of(model), folder, optional=tied)
+        _copy(_converted(model, folder), model, model.state_dict(), folder)
         return
     for name in model.peft_config:
         inside = folder / name
         place = inside if any(inside.glob(_ADAPTER)) else folder
         if place == inside or name == "default":  # as PEFT saves them
             with _files(place, _ADAPTER) as files:
-                _copy(((key, files.read(key)) for key in files.weights), _weights_of(model, name), place)
-
-
-def has_other_names(model: nn.Module, folder: Path) -> bool:
-    """Whether a checkpoint has a full model under the names of files, which differ from those in the model.
-    transformers converts such weights, for example of experts, when it loads a model, but not when it resumes."""
-    if isinstance(model, PeftModel):
-        return False
-    return not _files(folder, _MODEL).weights.keys() <= model.state_dict().keys()
-
-
-def check_fits(model: nn.Module, folder: Path) -> None:
-    """Raise ModelError if the weights of a checkpoint that transformers loads do not fit the model of this run."""
-    adapter = isinstance(model, PeftModel)
-    own, saved = _weights_of(model), _files(folder, _ADAPTER if adapter else _MODEL).weights
-    facts = [
-        f"{name} has the shape {tuple(saved[name].shape)} there and {tuple(own[name].shape)} in the model"
-        for name in own
-        if name in saved and own[name].shape != saved[name].shape
-    ]
-    if adapter:  # embeddings that were resized are saved too
-        own, saved = ({name: each[name] for name in each if "lora_" in name} for each in (own, saved))
-    known = {own[name].data_ptr() for name in saved if name in own}  # tied weights are saved under one of their names
-    missing = [name for name in own if saved and name not in saved and own[name].data_ptr() not in known]
-    others = [name for name in saved if name not in own]
-    facts += [f"the model has {some_of(missing, 1)}, which the checkpoint has not"] if missing else []
-    facts += [f"the checkpoint has {some_of(others, 1)}, which the model has not"] if others else []
-    if facts:
-        raise ModelError(f"{folder} does not fit the model: {'; '.join(facts[:2])}. {_SAME}")
+                _copy(((key, files.read(key)) for key in files.weights), model, _weights_of(model, name), place)
 
 
 def save_whole_optimizer(optimizer: Optimizer, folder: Path, is_writer: bool) -> None:
@@ -264,16 +234,18 @@ def _converted(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tens
             yield from convert_weights(model, group, weights).items()
 
 
-def _copy(
-    weights: Iterable[tuple[str, Tensor]], targets: dict[str, Tensor], folder: Path, optional: Iterable[str] = ()
-) -> None:
-    missing = targets.keys() - set(optional)
+def _copy(weights: Iterable[tuple[str, Tensor]], model: nn.Module, targets: dict[str, Tensor], folder: Path) -> None:
+    """Copy weights to all of the targets; of tied weights, files have one name."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    same, missing = {name: tied for tied in names.values() for name in tied}, {*targets}
     for name, value in weights:
         own = tuple(targets[name].shape) if name in targets else None
         if own != tuple(value.shape):
             raise ModelError(f"{name} has the shape {tuple(value.shape)} in {folder}, but {own} in the model. {_SAME}")
         targets[name].copy_(_part(value, targets[name]))
-        missing.discard(name)
+        missing -= {name, *same.get(name, ())}
     if missing:
         raise ModelError(f"{folder} has no weights for {min(missing)} ({len(missing)} weights are missing). {_SAME}")
 

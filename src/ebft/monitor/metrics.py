@@ -188,24 +188,19 @@ class Throughput:
     def drain(self, accelerator: Any) -> dict[str, float]:
         """Return `throughput/documents_per_s`, `throughput/generated_tokens_per_s` and `memory/peak_gib`, and reset.
 
-        The memory is the maximum over ranks. Empty if no time was added since the last call.
+        The memory is the maximum over ranks: allocated on the CUDA device if there is one, or else resident. Empty if
+        no time was added since the last call.
         """
         if self._seconds == 0:
             return {}
         seconds = sums_over_ranks([self._seconds], accelerator)[0] / accelerator.num_processes
-        (peak,) = maxima_over_ranks([peak_memory_gib()], accelerator)
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_resident()
+        (peak,) = maxima_over_ranks([peak / 2**30], accelerator)
         self._seconds = 0.0
         return {
             f"throughput/{name}_per_s": (self._budget.totals[name] - self._before[name]) / seconds
             for name in ("documents", "generated_tokens")
         } | {"memory/peak_gib": peak}
-
-
-def peak_memory_gib() -> float:
-    """Return the peak memory in GiB: allocated on the current CUDA device if available, or else resident memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return peak_resident() / 2**30
 
 
 # Label, metric, format, desired direction (^ up, v down).
@@ -237,8 +232,7 @@ class ConsoleMetrics(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._announce(state, control.should_evaluate)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._announce(state, control.should_evaluate)
+    on_epoch_end = on_step_end
 
     def _announce(self, state: Any, evaluates: bool) -> None:
         if evaluates and state.is_world_process_zero and not sys.stderr.isatty():

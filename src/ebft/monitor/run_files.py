@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import islice
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from ebft import run_files as files
+from ebft.errors import warn
 from ebft.files import write_text
 
 State = Literal["running", "finished", "stopped", "failed"]
@@ -47,15 +47,8 @@ class RunFiles(TrainerCallback):
 
     def __init__(self, folder: str | Path, description: dict[str, Any]) -> None:
         self._folder = Path(folder)
-        self._run = {
-            "state": "running",
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": None,
-            "updated": None,
-            "global_step": 0,
-            "max_steps": None,
-        }
+        self._run: dict[str, Any] = {"state": "running", "pid": os.getpid(), "host": socket.gethostname()}
+        self._run |= {"started": None, "updated": None, "global_step": 0, "max_steps": None}
         self.description = description
         self._path = self._folder / files.RUN
         self._last_update = 0.0
@@ -103,7 +96,10 @@ class RunFiles(TrainerCallback):
             of_model = self._folder / files.EVALUATION  # which is trained further
             self._try(set_aside, self._folder, [of_model])
         elif self._path.name == files.START:
-            self._try(set_run_aside, self._folder, previous)
+            # Apart from its log.
+            names = (files.METRICS, files.RUN, files.HEALTH, files.REPORT, files.EVALUATION)
+            of_run = [*(self._folder / name for name in names), *files.rollout_files(self._folder)]
+            self._try(set_aside, self._folder, of_run, previous)
         self._use_run_file()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -136,10 +132,9 @@ class RunFiles(TrainerCallback):
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
-                warnings.warn(
+                warn(
                     f"The files that describe the run cannot be written to {self._folder} ({error}), so it cannot be "
-                    "followed completely.",
-                    stacklevel=2,
+                    "followed completely."
                 )
 
 
@@ -261,12 +256,6 @@ def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -
     return target
 
 
-def set_run_aside(folder: Path, target: Path | None = None) -> None:
-    """Move the files that describe an earlier run in `folder`, apart from its log, to `target` as `set_aside` does."""
-    names = (files.METRICS, files.RUN, files.HEALTH, files.REPORT, files.EVALUATION)
-    set_aside(folder, [*(folder / name for name in names), *files.rollout_files(folder)], target)
-
-
 def has_records(folder: Path) -> bool:
     """Whether `folder` has files of a run that has begun to train, or was complete when it started."""
     records = (folder / name for name in (files.METRICS, files.HEALTH, files.EVALUATION))
@@ -345,11 +334,11 @@ class RolloutLog(TrainerCallback):
     def _warn(self, error: OSError) -> None:
         if not self._has_failed:
             self._has_failed = True
-            warnings.warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.", stacklevel=3)
+            warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.")
 
 
 class ScoredRollouts:
-    """Passes the rollouts of a trainer's training steps to `hooks`, and those that `log_rollouts` names to a file.
+    """Passes the rollouts of a trainer's training steps to `hooks`, and what `log_rollouts` names to a file.
 
     A hook is called as `hook(rollouts, rewards)`, with copies of the entries of the log, a list of dicts, and of the
     total rewards of this process's rollouts, in the shape that the trainer documents.

@@ -229,8 +229,12 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
             say(f"Using the NeMo Gym servers that run at {client.head}.", err=True)
             yield
             return
-        log = ServerLog(Path(output_dir) / LOG)
-        process = start_supervisor(start_command(keys), log, cwd=Path(keys.nemo_gym_dir).expanduser())
+        log, folder = ServerLog(Path(output_dir) / LOG), Path(keys.nemo_gym_dir).expanduser()
+        paths = f"+config_paths=[{','.join(keys.nemo_gym_config_paths)}]"
+        command = [str(folder / ".venv" / "bin" / "ng_run"), paths, "+skip_venv_if_present=true"]
+        if keys.nemo_gym_head_port != DEFAULT_PORT:
+            command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]
+        process = start_supervisor(command, log, cwd=folder)
         try:
             deadline, timeout = time.monotonic() + keys.nemo_gym_server_timeout, keys.nemo_gym_server_timeout
             while not client.is_up():
@@ -248,12 +252,3 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
             end_supervisor(process)
     finally:
         client.close()
-
-
-def start_command(keys: NemoGymKeys) -> list[str]:
-    """The command that starts the servers."""
-    program = Path(keys.nemo_gym_dir).expanduser() / ".venv" / "bin" / "ng_run"
-    command = [str(program), f"+config_paths=[{','.join(keys.nemo_gym_config_paths)}]", "+skip_venv_if_present=true"]
-    if keys.nemo_gym_head_port != DEFAULT_PORT:
-        command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]
-    return command

@@ -42,9 +42,7 @@ _RECURRENT = re.compile(
 
 def check_supported(causal_lm: PreTrainedModel) -> None:
     """Raise ModelError for architectures that cannot share a document prefix; the message names the feature."""
-    name, config = type(causal_lm).__name__, causal_lm.config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder model, but EBFT supports only decoder-only causal LMs")
+    name = type(causal_lm).__name__
     recurrent = recurrent_layers(causal_lm)
     if recurrent:
         raise ModelError(

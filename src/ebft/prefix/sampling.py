@@ -61,21 +61,16 @@ def sample_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
     runs = vocabulary // _RUN
     sums = probabilities[:, : runs * _RUN].unflatten(-1, (runs, _RUN)).sum(-1)
     sums = torch.cat([sums, probabilities[:, runs * _RUN :].sum(-1, keepdim=True)], -1)
-    run, rest = _invert(sums, noise)
+    run, target, cumulative = _select(sums, noise)
+    weight = sums.gather(-1, run).double()
+    below = cumulative.gather(-1, run) - weight
+    rest = ((target - below) / weight).clamp_(0.0, _BELOW_ONE)  # the relative position in the selected group, in [0, 1)
     first = run.unsqueeze(-1) * _RUN
     index = first + torch.arange(_RUN, device=probabilities.device)  # (R, K, _RUN)
     inside = probabilities.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
     token, *_ = _select(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
     # NaN probabilities select an index past the end; the check of the loss then reports that the model diverged.
     return (first + token).clamp_max_(vocabulary - 1).squeeze(-1)
-
-
-def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `_select` does, and the relative position of the noise within the selected weight, in [0, 1)."""
-    found, target, cumulative = _select(weights, noise)
-    weight = weights.gather(-1, found).double()
-    below = cumulative.gather(-1, found) - weight
-    return found, ((target - below) / weight).clamp_(0.0, _BELOW_ONE)
 
 
 def _select(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:

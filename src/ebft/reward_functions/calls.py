@@ -1,17 +1,33 @@
-"""Calls of user-defined reward functions, with errors that name the function, its line and what it returned."""
+"""Calls of user-defined reward functions, with errors that name the function, its line and what it returned.
+
+Worker processes that call them are replaced if they crash or exceed the time limit. Each imports this module and what
+its functions need. Nothing here imports PyTorch, which would take every process seconds and half a gigabyte.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
-from functools import update_wrapper
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from functools import partial, update_wrapper
 from itertools import islice
+from multiprocessing.context import SpawnContext, SpawnProcess
+from queue import SimpleQueue
 from typing import Any
 
-from ebft.config.user_code import user_code
-from ebft.errors import RewardError
+from ebft.config.user_functions import user_code
+from ebft.errors import ConfigError, RewardError, doing
 
 _ATOMS = (int, float, str, bool)
 
@@ -133,3 +149,156 @@ def chunks(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], 
     others = {name: value for name, value in given.items() if name not in columns}
     for start in range(0, count, size):
         yield {name: value[start : start + size] for name, value in columns.items()}, others
+
+
+NAME = "ebft reward function"  # of the processes
+_GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
+Rewards = list[float | None]
+RewardFunction = Callable[..., Rewards]
+
+
+class _Worker(SpawnContext):
+    """A process that calls functions in its main thread, one at a time; programs that they start end with it.
+
+    It is spawned, since forked copies of a process that has threads can deadlock, and is replaced when it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._process: SpawnProcess | None = None
+        self.has_called = False  # whether it could import a function
+
+    def Process(self, **options: Any) -> SpawnProcess:
+        """Return the process of the pool, which calls this."""
+        self._process = SpawnProcess(name=NAME, **options)
+        return self._process
+
+    def call(self, timeout: float | None, function: RewardFunction, columns: dict[str, list]) -> Rewards:
+        """Return the rewards. Raises TimeoutError after `timeout` seconds, without imports; and BrokenProcessPool."""
+        if self._process is None or not self._process.is_alive():
+            self.stop()
+            self._pool = ProcessPoolExecutor(1, self, initializer=_begin)
+        self._pool.submit(name_of, function).result()
+        self.has_called = True
+        return self._pool.submit(call_function, function, columns).result(timeout)
+
+    def stop(self) -> int | None:
+        """Kill the process and the programs that it started, and return its exit code."""
+        process, pool = self._process, self._pool
+        self._process = self._pool = None
+        if process is not None and process.pid is not None:
+            process.kill()
+            with suppress(ProcessLookupError, PermissionError):  # no group yet, or on macOS, all of it have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        if pool is not None:
+            pool.shutdown(wait=False)
+        return None if process is None else process.exitcode
+
+
+def _begin() -> None:
+    """Begin the life of a process, which ends with the one that started it."""
+
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os.killpg(0, signal.SIGKILL)
+
+    # A separate group, so that programs that it starts can be ended with it. Ctrl-C in a terminal is not sent to it,
+    # but schedulers send SIGINT to all processes of a job. The programs do not inherit a handler.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+class RewardWorkers:
+    """A pool of `count` processes that call reward functions, one prompt group of `group_size()` completions at a time.
+
+    Each process calls the function in its main thread, where `signal.alarm` can be used. A call that takes longer than
+    `timeout` seconds ends its process, and so does a crash; the process is replaced. A group whose call timed out, or
+    crashed twice, has no reward (None), with a warning. Exceptions of a function raise RewardError, which says where.
+    """
+
+    def __init__(self, count: int, timeout: float | None, group_size: Callable[[], int]) -> None:
+        self._timeout, self._group_size = timeout, group_size
+        self._workers = [_Worker() for _ in range(count)]
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="ebft-rewards")
+        self._warned: set[str] = set()
+
+    def close(self) -> None:
+        """Stop the processes and what they call."""
+        for worker in self._workers:
+            worker.stop()
+
+    def parallel(self, function: Any) -> Any:
+        """Return a reward function that calls `function` in the processes.
+
+        Models, names of models, callable objects and coroutine functions are returned unchanged.
+        """
+        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+            return function
+        with doing(f"sending {name_of(function)} to a process that imports it (reward_num_workers)"):
+            pickle.dumps(function)
+
+        def call(**given: Any) -> Rewards:
+            # Arguments that are not lists of all completions are not passed on.
+            groups, interrupted = [columns for columns, _ in chunks(given, self._group_size())], threading.Event()
+            try:
+                found = list(self._threads.map(partial(self._try_twice, function, interrupted), groups))
+            except BaseException:
+                interrupted.set()
+                self.close()  # what still runs has no taker
+                raise
+            sizes = [len(group["prompts"]) for group in groups]
+            given_up = lambda why, size: self._without(function, why, size) if isinstance(why, str) else why
+            return [reward for rewards in map(given_up, found, sizes) for reward in rewards]
+
+        return update_wrapper(call, function)
+
+    def _try_twice(self, function: RewardFunction, interrupted: threading.Event, group: dict) -> Rewards | str:
+        """Return the rewards of a group, or why there are none."""
+        worker, reason = self._idle.get(), ""
+        try:
+            for _ in range(2):
+                try:
+                    return worker.call(self._timeout, function, group)
+                except TimeoutError:
+                    worker.stop()
+                    return f"took longer than {self._timeout:g} s (reward_timeout)"
+                except BrokenProcessPool:
+                    reason = f"ended its process twice (exit code {worker.stop()})"
+                    if interrupted.is_set():
+                        break
+        finally:
+            self._idle.put(worker)
+        return reason
+
+    def _without(self, function: RewardFunction, reason: str, size: int) -> Rewards:
+        name = function.__qualname__
+        if not any(worker.has_called for worker in self._workers):
+            raise ConfigError(
+                f"reward_num_workers: {name} {reason} before a call, since each process has to import it from "
+                f"{function.__module__}; they have printed why. {_GUARD} A function of a notebook, or of code without "
+                "a file, must be moved to a module."
+            )
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"{name} {reason} for the completions of a prompt, which get no reward from it. This warning is given "
+                "once.",
+                stacklevel=2,
+            )
+        return [None] * size
+
+
+def run_in_workers(reward_funcs: Any, count: int, timeout: float | None, group_size: Callable[[], int]) -> Any:
+    """Return the reward functions such that plain functions run in `count` processes, or unchanged if `count` is 1."""
+    funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if multiprocessing.current_process().name == NAME:
+        sys.exit(f"A process for reward functions has imported the script, which starts training again. {_GUARD}")
+    if count == 1 or not any(inspect.isfunction(function) for function in funcs):
+        return reward_funcs
+    workers = RewardWorkers(count, timeout, group_size)
+    return [workers.parallel(function) for function in funcs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ebft.errors import cause, doing
+from ebft.errors import cause, doing, warn
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
@@ -48,10 +47,9 @@ class ProfileSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         never = sorted(step for step in self.steps if not state.global_step < step <= state.max_steps)
         if never:
-            warnings.warn(
+            warn(
                 f"profiler_steps: {', '.join(map(str, never))} is not profiled: training runs from step "
-                f"{state.global_step + 1} to step {state.max_steps}.",
-                stacklevel=2,
+                f"{state.global_step + 1} to step {state.max_steps}."
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -99,7 +97,7 @@ def _warning(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            warnings.warn(f"The tracker {name} failed, so its logs are incomplete: {cause(error)}", stacklevel=2)
+            warn(f"The tracker {name} failed, so its logs are incomplete: {cause(error)}")
 
     return call
 
@@ -119,10 +117,9 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = state.best_global_step if args.load_best_model_at_end else None
         if best is not None and Path(state.best_model_checkpoint or "").name != f"checkpoint-{best}":
-            warnings.warn(
+            warn(
                 f"The best evaluation was at step {best}, but no checkpoint was saved there, so the result is not "
-                "the best model. Set save_steps to eval_steps.",
-                stacklevel=2,
+                "the best model. Set save_steps to eval_steps."
             )
 
 

@@ -5,14 +5,13 @@ import math
 import re
 import shlex
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
 
-from ebft.errors import ConfigError, doing
+from ebft.errors import ConfigError, doing, warn
 from ebft.files import CHECKSUMS, STATE, checksum, json_object
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
 from ebft.run.config.schema import RunConfig
@@ -34,10 +33,9 @@ class Found(NamedTuple):
     def checkpoint(self) -> Path | None:
         """The checkpoint to resume training from. Raises ConfigError if there are only some that cannot be resumed."""
         if self.resumable is None and self.is_final:
-            warnings.warn(
+            warn(
                 f"{self.newest} contains the final model of a shorter run without checkpoints that can be resumed, so "
-                "training starts from the beginning.",
-                stacklevel=2,
+                "training starts from the beginning."
             )
         elif self.resumable is None and self.newest is not None:
             raise ConfigError(
@@ -67,22 +65,19 @@ def find_checkpoints(config: RunConfig) -> Found:
         found = Found(named, named if has_optimizer_state(named) else None)
         is_own = output_dir.resolve() in (named.resolve(), named.resolve().parent)
         if not is_own and (has_records(output_dir) or newest_checkpoint(output_dir) is not None):
-            warnings.warn(
-                f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run. The "
-                "files of both runs would be mixed: metrics and checkpoints of the other run remain up to the step of "
-                f"the checkpoint. Set output_dir to {named.parent} or to a new folder.",
-                stacklevel=2,
+            warn(
+                f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run, "
+                f"whose files would remain. Set output_dir to {named.parent} or to a new folder."
             )
     elif config.auto_resume_from_checkpoints:
         found = _newest_of(output_dir)
     else:
         found, newest = Found(), newest_checkpoint(output_dir)
         if newest is not None:
-            warnings.warn(
+            warn(
                 f"output_dir: {output_dir} has checkpoints of an earlier run, up to {newest.name}. This run does not "
                 "resume from them (auto_resume_from_checkpoints: false): when its training begins, they are moved to "
-                f"a new folder in {output_dir / PREVIOUS}.",
-                stacklevel=2,
+                f"a new folder in {output_dir / PREVIOUS}."
             )
     for folder in {found.newest, found.resumable} - {None}:
         check_same_run(config, folder)
@@ -151,7 +146,7 @@ def how_to_resume(
 
 def _newest_of(output_dir: Path) -> Found:
     newest = resumable = None
-    for folder in _complete(output_dir, warn=True):
+    for folder in _complete(output_dir, warns=True):
         newest = newest or folder
         if has_optimizer_state(folder):
             resumable = folder
@@ -162,22 +157,20 @@ def _newest_of(output_dir: Path) -> Found:
 
 
 def _complete(
-    output_dir: Path, last_step: float = math.inf, *, warn: bool = False, reads_all: bool = True
+    output_dir: Path, last_step: float = math.inf, *, warns: bool = False, reads_all: bool = True
 ) -> Iterator[Path]:
-    """The complete checkpoints up to a step, the highest step first; with `warn`, damaged ones give a warning."""
+    """The complete checkpoints up to a step, the highest step first; with `warns`, damaged ones give a warning."""
     for folder in reversed(checkpoint_folders(output_dir)):
         if step_in_name(folder) > last_step:
             continue
         try:
             check_complete(folder, reads_all)
         except OSError:
-            if warn:  # it may be the newest one, which the run would replace
+            if warns:  # it may be the newest one, which the run would replace
                 raise
         except DamagedError as error:
-            if warn:
-                warnings.warn(
-                    f"{folder} is not used: {error}. An older checkpoint is used, if there is one.", stacklevel=4
-                )
+            if warns:
+                warn(f"{folder} is not used: {error}. An older checkpoint is used, if there is one.")
         else:
             yield folder
 
@@ -228,7 +221,7 @@ class PreviousRun(TrainerCallback):
         target = set_aside(self._output_dir, [*folders, *final])
         if target is not None:
             names = [*(folder.name for folder in folders), *(["the final model"] if final else [])]
-            warnings.warn(f"{what} were moved to {target}: {', '.join(names)}", stacklevel=2)
+            warn(f"{what} were moved to {target}: {', '.join(names)}")
         return target
 
     def _derived(self) -> list[Path]:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sized
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,7 @@ from ebft.catalog import is_gguf, lasting_name
 from ebft.config.rules import INTERACTIVE
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
-from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened
+from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened, warn
 from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.methods.processes import check_deepspeed
@@ -27,7 +26,6 @@ from ebft.run.config.combinations import expert_problems
 from ebft.run.config.schema import RunConfig
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
-from ebft.run.reporting import check_trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,12 +44,9 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
             "CONFIG --num-processes 2, or remove fsdp."
         )
     if config.tf32 and not machine.supports_tf32:
-        warnings.warn(
-            "tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.",
-            stacklevel=2,
-        )
+        warn("tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.")
     if config.activation_offloading and not machine.has_accelerator:
-        warnings.warn("activation_offloading: true has no effect on CPU: activations are in main memory.", stacklevel=2)
+        warn("activation_offloading: true has no effect on CPU: activations are in main memory.")
     for problem in config.method.problems_here(config, machine):
         raise ConfigError(problem)
     missing = list(_missing_on_gpus(config)) if machine.has_accelerator else []
@@ -93,7 +88,7 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     missing = list(config.method.missing_packages(config))
     if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
         missing.append("use_ray requires the package ray: pip install 'ebft[ray]'")
-    for check in (check_deepspeed, check_optimizer, check_trackers):
+    for check in (check_deepspeed, check_optimizer):
         try:
             check(config)
         except MissingPackageError as error:
@@ -106,9 +101,9 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     if missing and not elsewhere:
         raise MissingPackageError("\n".join(missing))
     for message in missing:
-        warnings.warn(f"Needed for training: {message}", stacklevel=2)
+        warn(f"Needed for training: {message}")
     for message in _missing_on_gpus(config) if elsewhere else ():
-        warnings.warn(f"Needed for training on a GPU: {message}", stacklevel=2)
+        warn(f"Needed for training on a GPU: {message}")
 
 
 def _missing_on_gpus(config: RunConfig) -> Iterator[str]:
@@ -155,8 +150,9 @@ def _check_not_overwritten(config: RunConfig) -> None:
             is_read = os.path.isdir(data) and not any(part.startswith(".") for part in way)
             if entry.data_files is None and is_read:
                 raise ConfigError(
-                    f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, all "
-                    "files of which are read as data, so that this or a later run would read the files of this run. "
+                    f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, whose "
+                    "files are all read as data, so that this or a later run would read the files of this run. "
+                    "whose files are read as data, so that this or a later run would read the files of this run. "
                     "Set output_dir to another folder, or name the files in data_files."
                 )
     for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):
@@ -239,9 +235,8 @@ def check_served(config: RunConfig) -> None:
     if text != whole:
         raise ConfigError(
             f"trl.use_vllm: vLLM would serve all of {config.base_model} ({whole}), but its text model ({text}) is "
-            "trained alone, with other names of weights, so vLLM would not sample from it. Save the text "
-            "model (ebft.models.pretrained.pretrained_model) with its tokenizer and set base_model to it, or set "
-            "trl.use_vllm: false."
+            "trained, with other names of weights. Save the text model (ebft.models.pretrained.pretrained_model) with "
+            "its tokenizer and set base_model to it, or set trl.use_vllm: false."
         )
 
 

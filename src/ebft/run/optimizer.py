@@ -1,7 +1,7 @@
 """Check that transformers can create the optimizer and the schedule of a config.
 
-Those in the tables below are known to be created, without other packages. For all others, transformers (and torch) is
-imported, and they are created for one weight.
+The names listed below need no check. For all others, transformers (and torch) is imported, and they are created for one
+weight.
 """
 
 from typing import Any
@@ -9,107 +9,42 @@ from typing import Any
 from ebft.errors import ConfigError, MissingPackageError, doing
 from ebft.run.config.schema import RunConfig
 
-# Optimizers of PyTorch and transformers, with the numbers in optim_args that they read.
-_PLAIN = {
-    "adamw_torch": (),
-    "adamw_torch_fused": (),
-    "adafactor": (),
-    "sgd": ("momentum", "dampening", "weight_decay"),
-    "adagrad": ("lr_decay", "weight_decay", "eps"),
-    "rmsprop": ("momentum", "alpha", "eps", "weight_decay"),
-}
-# Schedules: one of the first numbers in lr_scheduler_kwargs is required, the second are optional.
-SCHEDULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "linear": ((), ()),
-    "cosine": ((), ("num_cycles",)),
-    "cosine_with_restarts": ((), ("num_cycles",)),
-    "polynomial": ((), ("power",)),
-    "constant": ((), ()),
-    "constant_with_warmup": ((), ()),
-    "inverse_sqrt": ((), ("timescale",)),
-    "reduce_lr_on_plateau": ((), ()),
-    "cosine_with_min_lr": (("min_lr", "min_lr_rate"), ("num_cycles",)),
-    "cosine_warmup_with_min_lr": (("min_lr", "min_lr_rate"), ("num_cycles", "warmup_lr_rate")),
-    "warmup_stable_decay": (("num_decay_steps",), ("min_lr_ratio", "num_cycles")),
-    "greedy": ((), ()),
-}
-_LR_END = 1e-7  # of the schedule polynomial, which is refused for smaller learning rates
-_IN_BACKWARD = ("lomo", "adalomo")  # and names that end in layerwise
-_OTHER_NAMES = {
-    "ao_adamw_4bit": "adamw_torch_4bit",
-    "ao_adamw_8bit": "adamw_torch_8bit",
-    "adamw_hf": "adamw_torch",
-    "adamw_apex_fused": "adamw_torch_fused",
-    "lion_pytorch": "lion_32bit",
-}
+# Without optim_args and lr_scheduler_kwargs.
+_PLAIN = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+_PLAIN_SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"),
+    *("reduce_lr_on_plateau", "greedy"),
+)
+_IN_BACKWARD = (
+    "it updates weights during the backward pass, so that gradients are neither accumulated, clipped nor checked"
+)
 _REFUSED = {  # by the start of their names
-    "grokadamw": "its state is not part of checkpoints, from which runs could not be resumed. Use adamw_torch_fused",
+    **dict.fromkeys(("lomo", "adalomo"), _IN_BACKWARD),
+    "grokadamw": "its state is not part of checkpoints, from which runs could not be resumed",
     **dict.fromkeys(
         ("galore", "apollo"),
-        "its projections cannot be read from checkpoints, from which runs could not be resumed. Use adamw_torch_8bit "
-        "to save memory",
+        "its projections cannot be read from checkpoints, from which runs could not be resumed",
     ),
-    "ao_adamw_fp8": "transformers creates torchao's optimizers with 8 and 4 bits only. Use adamw_torch_8bit",
-    **dict.fromkeys(
-        ("muon", "dion"),
-        "transformers has no optimizer that treats matrices and other weights differently. Use adamw_torch_fused",
-    ),
-    "came_pytorch": "transformers cannot create CAME. Use adafactor, whose second moments are factored as well, or "
-    "adamw_torch_8bit to save memory",
-    "adopt_adamw": "transformers cannot create ADOPT. Use adamw_torch_fused",
-    "optimi_adamw": "of the package torch-optimi, transformers creates stable_adamw only. Use it, or adamw_torch_fused",
-}
-_REFUSED_SCHEDULES = {
-    "rex": "transformers has no REX schedule. Use lr_scheduler: polynomial with lr_scheduler_kwargs: {power: 0.5}, "
-    "whose learning rate stays high for longer than with linear, too",
-    "one_cycle": "transformers has no one-cycle schedule. Use lr_scheduler: cosine with warmup_ratio: 0.3, which also "
-    "rises and falls, without a cycle of the momentum",
 }
 
 
 def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for what would not train as configured; transformers raises for unknown names and arguments."""
-    _check_supported(config.optimizer)
-    if config.lr_scheduler in _REFUSED_SCHEDULES:
-        reason = _REFUSED_SCHEDULES[config.lr_scheduler]
-        raise ConfigError(f"lr_scheduler: {config.lr_scheduler} is not supported: {reason}.")
-    given, known = config.optim_args or {}, _PLAIN.get(config.optimizer)
-    if known is None or not _are_numbers(given) or not given.keys() <= set(known):
+    name = config.optimizer
+    reason = next((reason for start, reason in _REFUSED.items() if name.startswith(start)), None)
+    if name.endswith("layerwise"):
+        reason = _IN_BACKWARD
+    if reason is not None:
+        raise ConfigError(f"optimizer: {name} is not supported: {reason}. Use adamw_torch_8bit to save memory.")
+    if name not in _PLAIN or config.optim_args:
         _try_optimizer(config)
-    if not _is_plain_schedule(config):
+    if config.lr_scheduler not in _PLAIN_SCHEDULES or config.lr_scheduler_kwargs:
         _try_schedule(config)
-
-
-def _is_plain_schedule(config: RunConfig) -> bool:
-    given = config.lr_scheduler_kwargs or {}
-    too_small = config.lr_scheduler == "polynomial" and config.learning_rate <= _LR_END
-    if config.lr_scheduler not in SCHEDULES or too_small:
-        return False
-    one_of, optional = map(set, SCHEDULES[config.lr_scheduler])
-    return _are_numbers(given) and len(given.keys() & one_of) == bool(one_of) and given.keys() <= one_of | optional
-
-
-def _are_numbers(values: dict[str, Any]) -> bool:
-    return all(type(value) in (int, float) for value in values.values())
 
 
 def optimizer_arguments(optim_args: dict[str, Any] | None) -> str | None:
     """`optim_args` as transformers reads them."""
     return ",".join(f"{name}={value}" for name, value in (optim_args or {}).items()) or None
-
-
-def _check_supported(name: str) -> None:
-    """Check that the optimizer works as runs need it."""
-    if name in _OTHER_NAMES:
-        raise ConfigError(f"optimizer: {name} is called {_OTHER_NAMES[name]} in transformers.")
-    if name in _IN_BACKWARD or name.endswith("layerwise"):
-        raise ConfigError(
-            f"optimizer: {name} is not supported: it updates weights during the backward pass, so that gradients are "
-            "neither accumulated, clipped nor checked. Use adamw_torch_8bit to save memory."
-        )
-    reason = next((reason for start, reason in _REFUSED.items() if name.startswith(start)), None)
-    if reason is not None:
-        raise ConfigError(f"optimizer: {name} is not supported: {reason}.")
 
 
 def _try_optimizer(config: RunConfig) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -19,26 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ebft.errors import ConfigError, SaveError, doing, some_of
+from ebft import run_files
+from ebft.errors import ConfigError, SaveError, doing, some_of, warn
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process
 from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
-from ebft.run_files import (
-    CARD,
-    EVALUATION,
-    HEALTH,
-    METRICS,
-    PREVIOUS,
-    REPORT,
-    RUN,
-    START,
-    is_report,
-    read_object,
-    read_run,
-    rollout_files,
-    state_of,
-)
+from ebft.run_files import CARD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,10 +66,9 @@ def claim(folder: Path) -> None:
     if not _mark(folder):
         write_mark(folder, None, {}, [])
     if not owns_card(folder):
-        warnings.warn(
-            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written "
-            "there.",
-            stacklevel=2,
+        warn(
+            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is "
+            "written there."
         )
 
 
@@ -93,7 +78,7 @@ def write_mark(folder: Path, step: int | None, files: dict[str, int], cards: Ite
 
 
 def _mark(folder: Path) -> dict[str, Any]:
-    return read_object(folder / MARK) or {}
+    return run_files.read_object(folder / MARK) or {}
 
 
 def listed(folder: Path) -> dict[str, int]:
@@ -132,7 +117,8 @@ def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
     """The names of files that a run would replace or move, and that no run has listed or written."""
     has_mark, known = bool(_mark(folder)), listed(folder)
     names = [*_ALWAYS, "config.json"] if writes_config else _ALWAYS
-    records = (RUN, START, METRICS, HEALTH, *(path.name for path in rollout_files(folder)))
+    records = {run_files.RUN, run_files.START, run_files.METRICS, run_files.HEALTH}
+    records |= {path.name for path in run_files.rollout_files(folder)}
     found = []
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -142,12 +128,12 @@ def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
         elif name == STAGING:
             is_folder = path.is_dir() and not path.is_symlink()
             is_own = is_folder and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
-        elif name == PREVIOUS:
+        elif name == run_files.PREVIOUS:
             is_own = path.is_dir()
-        elif name == EVALUATION:  # also of `ebft evaluate` before a run, as the report is
-            is_own = "models" in (read_object(path) or {})
-        elif name == REPORT:
-            is_own = is_report(path)
+        elif name == run_files.EVALUATION:  # also of `ebft evaluate` before a run, as the report is
+            is_own = "models" in (run_files.read_object(path) or {})
+        elif name == run_files.REPORT:
+            is_own = run_files.is_report(path)
         elif name in records:
             is_own = has_mark
         else:
@@ -173,17 +159,16 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        run = read_run(output_dir)
-        owner = f" (process {run.get('pid')} on {run.get('host')})" if state_of(run) == "running" else ""
+        run = run_files.read_run(output_dir)
+        owner = f" (process {run.get('pid')} on {run.get('host')})" if run_files.state_of(run) == "running" else ""
         raise ConfigError(
             f"output_dir: {output_dir} is used by another run{owner}. Wait until it has ended, or choose another "
             "folder."
         ) from None
     except (OSError, NotImplementedError) as error:
-        warnings.warn(
+        warn(
             f"output_dir: {output_dir} cannot be locked ({error}), so another run in the same folder would not be "
-            "detected.",
-            stacklevel=3,
+            "detected."
         )
         yield
         return
@@ -281,12 +266,10 @@ def declare_end_of_turn(
         return []
     if is_taught and end != eos:
         token = tokenizer.convert_ids_to_tokens(end)
-        warnings.warn(
+        warn(
             f"special_tokens.eos_token: the chat template ends replies with {token}, which is not an end-of-sequence "
-            "token of the base model, and an adapter has no generation config of its own, so generate() does not stop "
-            f"there. Set special_tokens.eos_token: {token}, which is saved with the tokenizer, or pass eos_token_id to "
-            "generate(); models of ebft merge-lora and ebft inference stop there anyway.",
-            stacklevel=2,
+            "token of the base model, so generate() does not stop there with an adapter, except after ebft merge-lora "
+            f"and in ebft inference. Set special_tokens.eos_token: {token}, which is saved with the tokenizer."
         )
     # Not `save_pretrained`, which refuses combinations that some base models have.
     return [lambda folder: write_text(folder / GENERATION_CONFIG, settings.to_json_string())]

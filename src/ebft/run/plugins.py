@@ -7,7 +7,6 @@ after training, it is a warning unless `plugins_strict` is set.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from functools import partial, wraps
 from math import nan
@@ -17,9 +16,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.user_code import user_code
-from ebft.config.user_functions import find_function, plugin_values
-from ebft.errors import ConfigError
+from ebft.config.user_functions import find_function, plugin_values, user_code
+from ebft.errors import ConfigError, warn
 from ebft.run.config.schema import RunConfig
 
 SCORED = "on_rollouts_scored"
@@ -111,10 +109,9 @@ class Plugins:
             if what not in self._warned:
                 self._warned.add(what)
                 text = str(error) if str(error).startswith(what) else f"{what}: {error}"
-                warnings.warn(
+                warn(
                     f"{text} Training goes on without it; plugins_strict: true ends the run instead. This warning is "
-                    "given once.",
-                    stacklevel=2,
+                    "given once."
                 )
         return None
 

@@ -59,7 +59,8 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another folder, "
         "or leave it unset to prepare rows in every run."
     )
-    waiting = lambda: _say(f"Waiting for another process that prepares the rows in {folder}")
+    line = f"Waiting for another process that prepares the rows in {folder}"
+    waiting = lambda: say(line, err=True) if is_main_process() else None
     with locked(folder, problem, waiting):
         if (rows := read_rows(folder)) is not None:
             return Prepared(rows, folder, is_new=False)
@@ -78,11 +79,6 @@ def describe(prepared: Prepared) -> str:
     rows, did = prepared.rows, "Stored" if prepared.is_new else "Using"
     evaluation = "" if rows.evaluation is None else f", {len(rows.evaluation):,} for evaluation"
     return f"{did} prepared rows in {prepared.folder}: {len(rows.train):,} for training{evaluation}"
-
-
-def _say(line: str) -> None:
-    if is_main_process():
-        say(line, err=True)
 
 
 RECORD = "prepared.json"
@@ -116,12 +112,9 @@ def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
             for name, part in parts.items():
                 if part is not None:
                     part.save_to_disk(str(partial / name))
-            record = {
-                "key": folder.name,
-                "rows": {name: None if part is None else len(part) for name, part in parts.items()},
-                "reports": [asdict(report) for report in rows.reports],
-                "inputs": inputs,
-            }
+            counts = {name: None if part is None else len(part) for name, part in parts.items()}
+            reports = [asdict(report) for report in rows.reports]
+            record = {"key": folder.name, "rows": counts, "reports": reports, "inputs": inputs}
             (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             flush(partial)
             partial.rename(folder)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
-from ebft.errors import EBFTError, SaveError, save_problem, save_remedy
+from ebft.errors import EBFTError, SaveError, save_problem, save_remedy, warn
 from ebft.files import STAGING, remove_staged
 from ebft.machine import free_disk, gib
 from ebft.run.config.schema import RunConfig
@@ -53,7 +52,7 @@ def check_space(config: RunConfig, trainer: OverTrainer, rows: int, is_resumed: 
         return
     if weights > free_disk(config.output_dir)[0]:
         raise SaveError(f"The model could not be saved, so training is not started: it needs {problem}")
-    warnings.warn(f"output_dir: the disk may become full, which ends the run. It needs {problem}", stacklevel=2)
+    warn(f"output_dir: the disk may become full, which ends the run. It needs {problem}")
 
 
 def disk_need(config: RunConfig, weights: int, checkpoint: int, count: int) -> tuple[str | None, str]:

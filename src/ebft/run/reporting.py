@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shlex
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,7 +19,7 @@ from huggingface_hub import ModelCardData
 
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
+from ebft.errors import ConfigError, SaveError, cause, doing, warn
 from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
@@ -65,7 +64,7 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
         if find_spec("ebft.tools") is not None:
             importlib.import_module(_REPORT).write_report(Path(config.output_dir))
     except Exception as failure:  # the report must not change how the run ends
-        warnings.warn(f"The report of the run was not written ({failure}).", stacklevel=2)
+        warn(f"The report of the run was not written ({failure}).")
 
 
 def method_of(config: RunConfig) -> str:
@@ -186,10 +185,9 @@ def check_hub(config: RunConfig) -> None:
         ) from error
     say(f"Hub: {name} ({'private' if is_private else 'public'}), {_WHEN[config.hub_strategy]}", err=True)
     if config.hub_private_repo and not is_private:
-        warnings.warn(
+        warn(
             f"hub_model_id: the repository {name} exists already and is public, so everyone can read what is pushed. "
-            "Make it private in its settings, choose another id, or set hub_private_repo: false.",
-            stacklevel=2,
+            "Make it private in its settings, choose another id, or set hub_private_repo: false."
         )
 
 
@@ -240,30 +238,17 @@ def trackers(config: RunConfig) -> list[str]:
         if find_spec("wandb") is not None:
             names.append("wandb")
         else:
-            warnings.warn(
-                "wandb_project is set, but wandb is not installed (pip install wandb). The run continues without it.",
-                stacklevel=2,
-            )
+            warn("wandb_project is set, but wandb is not installed (pip install wandb). The run continues without it.")
     return [name for name in names if name != "none"] or ["none"]
 
 
-def check_trackers(config: RunConfig) -> None:
-    """Raise ConfigError for a tracker that transformers does not know, MissingPackageError for one not installed."""
-    for name in {*trackers(config)} - {"none", "all"}:
-        from transformers.integrations import integration_utils as known
-
-        if name not in known.INTEGRATION_TO_CALLBACK:
-            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {[*known.INTEGRATION_TO_CALLBACK]}.")
-        start = f"is_{name.partition('_')[0]}"
-        checks = [
-            check for each, check in vars(known).items() if each.startswith(start) and each.endswith("_available")
-        ]
-        if not checks[0]():
-            raise MissingPackageError(f"report_to: {name} is not installed. Run `pip install {name}`, or remove it.")
-
-
 def start_trackers(names: list[str], run_name: str | None) -> None:
-    """Start what needs an account, a network or a folder, so that its error comes before the model is loaded."""
+    """Start what needs a package, an account, a network or a folder, so that its error precedes the model's loading."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    with doing(f"creating the trackers of report_to: {names}"):
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
     if "wandb" in names:
         wandb = import_module("wandb")
         with doing("starting the tracker wandb (wandb_mode: offline needs no account)"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ebft.config.keys.run import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKey
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.sources import source_files
-from ebft.errors import ConfigError, DataError, doing, shortened
+from ebft.errors import ConfigError, DataError, doing, shortened, warn
 from ebft.methods import FLAGS
 from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.methods.method import foreign_keys, selecting_keys
@@ -41,7 +40,7 @@ _ADAPTER_KEYS = (
     "lora_target_linear_modules",
     *("lora_modules_to_save", "peft_use_dora", "peft_use_rslora", "peft_layers_to_transform", "peft_layers_pattern"),
 )
-# Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
+# Settings that are restored with the state of the optimizer, and settings that are read from the config on resuming.
 _RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
 OF_OPTIMIZER = (
     *_RESTORED,
@@ -132,17 +131,16 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
         for key, old, new in changed
     ]
     weights = "base_model" if config.adapter is None else "lora_model_dir"
-    warnings.warn(
+    warn(
         f"Optimizer settings differ from {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
         f"To train with all settings of the config, start a new run from the weights of the checkpoint: "
-        f"{weights}={checkpoint}, with another output_dir and without resume_from_checkpoint.",
-        stacklevel=2,
+        f"{weights}={checkpoint}, with another output_dir and without resume_from_checkpoint."
     )
     return now | kept
 
 
 def run_keys(config: RunConfig) -> dict[str, Any]:
-    """The keys that must be the same on resuming, without those that this run does not read."""
+    """The keys that must be the same on resuming, without keys that this run does not read."""
     keys = selecting_keys(config) | {key: getattr(config, key) for key in ("adapter", "optimizer", *_MODEL_KEYS)}
     keys |= config.model_dump(include=set(RATE_KEYS))  # the state of the optimizer fits the same groups only
     if config.adapter is None:
@@ -166,10 +164,9 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
         facts = " and ".join(
             f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])}" for key in models
         )
-        warnings.warn(
+        warn(
             f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
-            "that was moved.",
-            stacklevel=3,
+            "that was moved."
         )
     problems = [
         f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])} of {checkpoint}. Set it to "
@@ -282,16 +279,13 @@ def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | No
     if "settings" in saved:
         changes = list(_changes(config, saved, now))
         if is_finished:
-            of_optimizer = _optimizer_changes(config, saved)
-            changes += [
-                (f"{key}: {config_text(new)} instead of {config_text(old)}", "") for key, old, new in of_optimizer
-            ]
+            for key, old, new in _optimizer_changes(config, saved):
+                changes.append((f"{key}: {config_text(new)} instead of {config_text(old)}", ""))
         for what, effect in changes:
-            warnings.warn(
+            warn(
                 f"No effect: {what}. The run of {folder} is complete."
                 if is_finished
-                else f"Resumed with {what} ({folder}). {effect}",
-                stacklevel=2,
+                else f"Resumed with {what} ({folder}). {effect}"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from ebft.config.keys.run import RATE_KEYS
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ConfigError, ModelError, warn
 from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.methods.processes import deepspeed_settings, fsdp_arguments
@@ -173,8 +172,7 @@ def _precision_of_config(config: RunConfig, machine: Machine) -> str:
     if theirs not in ("no", ours):
         raise ConfigError(
             f"The environment variable {_PRECISION} is {theirs:.60}, but the precision of the config is {ours} here. "
-            "It is set by hand, or by accelerate launch from its own config file. Set bf16 and fp16 in the config, or "
-            "unset the variable (accelerate launch --mixed_precision no)."
+            "Set bf16 and fp16 in the config, or unset the variable (accelerate launch --mixed_precision no)."
         )
     return ours
 
@@ -224,10 +222,9 @@ def _with_evaluations(config: RunConfig, kwargs: dict[str, Any], steps_per_epoch
             problem = "checkpoints are not saved at evaluations. Set save_steps to a multiple of eval_steps"
         else:
             return kwargs | {"load_best_model_at_end": True}
-        warnings.warn(
+        warn(
             f"early_stopping_patience: the result is the last model, not the best one, because {problem}, or set "
-            "load_best_model_at_end: false.",
-            stacklevel=3,
+            "load_best_model_at_end: false."
         )
     return kwargs
 

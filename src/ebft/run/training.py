@@ -7,7 +7,6 @@ training or resuming, saving.
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -22,10 +21,10 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import Trainer, TrainerState, set_seed
 
-from ebft.config.user_code import user_code
+from ebft.config.user_functions import user_code
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.errors import ConfigError, NonFiniteLossError, SaveError, doing, shortened
+from ebft.errors import ConfigError, NonFiniteLossError, SaveError, doing, shortened, warn
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
@@ -431,10 +430,9 @@ def _end_of(config: RunConfig, folder: Path, rows: int) -> str | None:
 def restore(config: RunConfig, trainer: OverTrainer, folder: Path, files: RunFiles | None, rows: int) -> None:
     """Restore model and state of a completed run over `rows` rows from its folder, and warn that nothing is trained."""
     step = checkpoints.step_of(folder)
-    warnings.warn(
+    warn(
         f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase "
-        f"{_end_of(config, folder, rows)} to continue training.",
-        stacklevel=2,
+        f"{_end_of(config, folder, rows)} to continue training."
     )
     output_dir = Path(config.output_dir)
     # The state of the final model has the evaluation at the last step, before which checkpoints are saved.

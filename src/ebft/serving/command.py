@@ -56,14 +56,13 @@ def server_command(
     vllm = settings.vllm
     if vllm.device not in ("auto", "cpu", "cuda"):
         warnings.warn(f"vllm.device: {vllm.device} has no effect: auto, cpu and cuda are supported.", stacklevel=2)
-    config = settings.model
+    config, on_gpu = settings.model, serves_on_gpu(vllm, gpus)
     if config.base_model in MODELS:  # vLLM would treat the name of one that is not fetched as a Hub id
         locate(config.base_model, "model", "base_model")
     name = base_name(config.base_model, config.gguf_file)
     if is_gguf(name):
         raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
-    on_gpu = serves_on_gpu(vllm, gpus)
-    model, rank = lasting_name(settings.model.base_model), max_lora_rank(settings.model)
+    model, rank = lasting_name(config.base_model), max_lora_rank(config)
     if (rank is not None or on_gpu) and is_everywhere(vllm.host):
         warnings.warn(
             f"vllm.host: {vllm.host} accepts connections from other machines, and the server loads weights and "
@@ -73,7 +72,7 @@ def server_command(
         )
     flags = [
         *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
-        *_model_flags(settings.model, vllm.dtype, settings.seed, on_gpu),
+        *_model_flags(config, vllm.dtype, settings.seed, on_gpu),
         *_engine_flags(vllm, on_gpu),
         *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
@@ -91,10 +90,8 @@ def _model_flags(config: ModelKeys, dtype: str, seed: int, on_gpu: bool) -> list
     dtype = "float32" if dtype == "auto" and not on_gpu else dtype
     # Training requires the log-probabilities of the distribution used for sampling.
     flags = ["--dtype", dtype, "--seed", str(seed), "--logprobs-mode", "processed_logprobs"]
-    if config.tokenizer_config:
-        flags += ["--tokenizer", lasting_name(config.tokenizer_config)]
-    if config.base_model_config:
-        flags += ["--hf-config-path", lasting_name(config.base_model_config)]
+    for flag, name in (("--tokenizer", config.tokenizer_config), ("--hf-config-path", config.base_model_config)):
+        flags += [flag, lasting_name(name)] if name else []
     if config.revision_of_model:
         flags += ["--revision", config.revision_of_model]
     if config.trust_remote_code:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
 from ebft.config.keys.serving import ServerSettings, check_free, reachable_host
-from ebft.errors import ConfigError, EBFTError, ServerError, doing, told
-from ebft.files import is_free
+from ebft.errors import EBFTError, ServerError, doing, told
 from ebft.printed import say
 from ebft.processes import LAUNCHER, is_main_process
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
@@ -228,8 +227,6 @@ class ServerLog:
         """Open the file for a new start of the server and write the command as the first line."""
         with doing(f"writing the server's log {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not is_free(self.path, b"$ "):
-                raise ConfigError(f"{self.path} is not the log of a server, and is kept. Choose another output_dir.")
             file = self.path.open("ab")
             file.write(f"$ {shlex.join(command)}\n".encode())
             file.flush()

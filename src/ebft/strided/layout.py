@@ -53,16 +53,7 @@ class Documents:
         device = inputs["input_ids"].device if device is None else device
         inputs = {name: values.cpu() for name, values in inputs.items() if isinstance(values, Tensor)}
         input_ids = inputs["input_ids"].long()
-        if input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise ValueError(
-                f"input_ids must be a non-empty tensor of shape (batch, tokens), got shape {tuple(input_ids.shape)}"
-            )
         given = {name: inputs.get(name) for name in ("attention_mask", "labels", "position_ids")}
-        for name, values in given.items():
-            if values is not None and values.shape != input_ids.shape:
-                raise ValueError(
-                    f"{name} must have the same shape as input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
-                )
         mask = torch.ones_like(input_ids) if given["attention_mask"] is None else given["attention_mask"]
         real = mask.bool()
         if mask.max() > 1:
@@ -72,8 +63,6 @@ class Documents:
             )
         if (real.int().diff(dim=1) > 0).sum(1).add(real[:, 0]).max() > 1:
             raise ValueError("attention_mask has gaps: padding must be at the start or end of a row")
-        if not real.any():
-            raise ValueError("attention_mask is all zeros: the batch contains only padding")
         lengths = real.sum(1) if given["position_ids"] is None else _packed_lengths(given["position_ids"], real)
         labels = given["labels"]
         target = torch.ones_like(input_ids[real]).bool() if labels is None else labels[real].ne(IGNORE_INDEX)

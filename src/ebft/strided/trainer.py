@@ -110,7 +110,7 @@ class StridedEBFTTrainer(OverTrainer):
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else StridedEBFTConfig()
-        check_trainer_arguments(args, StridedEBFTConfig, kwargs)
+        check_trainer_arguments(args, kwargs)
         resolve_single_sample(args)
         model = load(model, peft_config, args.seed)
         check_whole(model)
@@ -385,11 +385,6 @@ class StridedEBFTTrainer(OverTrainer):
         """
         if counts is None:
             return generated, documents.ce_mask.sum().clamp_min(1)
-        if not isinstance(counts, Tensor) or counts.shape != (2,):
-            raise ValueError(
-                f"num_items_in_batch must be a tensor with the numbers of generated tokens and of cross-entropy tokens "
-                f"of the optimizer step, got {counts!r}. Omit it to normalise by this batch alone"
-            )
         if sampled_ahead:
             generated = counts[0]
         elif self.args.world_size > 1:

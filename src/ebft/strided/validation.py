@@ -30,10 +30,8 @@ from ebft.strided.rollout import sample_rollouts
 from ebft.transformers_internals import override_attn_implementation, use_one_gpu
 
 
-def check_trainer_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
+def check_trainer_arguments(args: Any, trainer_kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for arguments of the transformers Trainer that are not supported in strided mode."""
-    if not isinstance(args, config_class):
-        raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
     if args.neftune_noise_alpha is not None:
         raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it")
     load_whole()
@@ -71,18 +69,11 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions
     """Return the dataset without rows that are too short for a block, with a warning that reports their number.
 
     Rows of a datasets.IterableDataset are filtered as they are read; other streams are returned unchanged. Raises
-    DataError if the rows are not tokenised, if a row exceeds the model's `max_position_embeddings`, or if no row is
-    usable.
+    DataError if a row exceeds the model's `max_position_embeddings`, or if no row is usable.
     """
     if isinstance(dataset, dict):
         rules.check_parts(name, dataset)
         return {key: usable_rows(f"{name}[{key!r}]", part, model, options) for key, part in dataset.items()}
-    columns = getattr(dataset, "column_names", None)
-    if isinstance(columns, list) and "input_ids" not in columns:
-        raise DataError(
-            f"{name} has no column input_ids (columns: {columns}); labels, prompt_length and turn_spans are optional. "
-            "Tokenise the dataset first, or define it under `datasets:` in a config for `ebft train`"
-        )
     has_block = lambda row: any(count_row_blocks(*document, options) for document in row)
     if isinstance(dataset, IterableDataset):
         return dataset.filter(lambda row: has_block(_documents(row)))

@@ -11,16 +11,7 @@ import torch
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
-from ebft.config import rules
-from ebft.config.options import (
-    DropoutOption,
-    FeatureOptions,
-    RolloutLogOption,
-    SharedPrefixOption,
-    StructuredOptions,
-    ThinkingOption,
-)
-from ebft.config.rules import validate_options
+from ebft.config import options, rules
 from ebft.config.section import with_prefix
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
@@ -68,12 +59,12 @@ def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
 
 
 @dataclass
-class GRPORolloutOptions(RolloutOptions, RolloutLogOption, DropoutOption, SharedPrefixOption):
+class GRPORolloutOptions(RolloutOptions, options.RolloutLogOption, options.DropoutOption, options.SharedPrefixOption):
     """Options of rollouts (backend, weight synchronisation) and of the forward passes of the loss."""
 
 
 @dataclass
-class StructuredEBFTOptions(FeatureOptions, ThinkingOption, StructuredOptions):
+class StructuredEBFTOptions(options.FeatureOptions, options.ThinkingOption, options.StructuredOptions):
     """Options of the feature-matching reward, the cross-entropy term and the completion lengths."""
 
 
@@ -94,7 +85,7 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
             url = urlsplit(f"//{self.vllm_server_base_url.removeprefix('http://')}")
             self.vllm_server_host, self.vllm_server_port = url.hostname, url.port
         super().__post_init__()
-        validate_options(GRPORolloutOptions, self)
+        rules.validate_options(GRPORolloutOptions, self)
         if not self.temperature > 0:
             raise ConfigError(f"temperature: {self.temperature!r} is invalid: expected a number above 0.")
         check_generation_kwargs(self.generation_kwargs or {}, self.use_vllm)
@@ -130,7 +121,7 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        validate_options(StructuredEBFTOptions, self)
+        rules.validate_options(StructuredEBFTOptions, self)
         if self.scale_rewards is None:
             self.scale_rewards = "group" if self.advantage_estimator == "group_norm" else "none"
         rules.select_by_cfm_loss(self)

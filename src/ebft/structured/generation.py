@@ -24,18 +24,10 @@ from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import STOPS
 from ebft.structured.reward import FeatureMatchingReward
+from ebft.structured.rollouts import turns
 from ebft.structured.rollouts.local import lockstep
 from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
-from ebft.structured.rollouts.turns import (
-    Backend,
-    Completion,
-    Limits,
-    ReferenceLimit,
-    Rollout,
-    Sampling,
-    reply_messages,
-    roll_out,
-)
+from ebft.structured.rollouts.turns import Backend, Completion, Rollout
 from ebft.structured.trl import COMPLETIONS, LOGPROBS
 
 Row = dict[str, Any]
@@ -74,7 +66,7 @@ class Generation:
         trainer: Any,
         agents: Agents | None,
         is_interactive: bool,
-        reference_limit: ReferenceLimit | None,
+        reference_limit: turns.ReferenceLimit | None,
         syncs_adapter: bool,
         server_failure: Callable[[], str | None],
     ) -> None:
@@ -83,7 +75,7 @@ class Generation:
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
         extra = dict(args.generation_kwargs or {})
         ends = end_token_ids(trainer.model, self.renderer.end_ids())
-        self.sampling: Sampling = Sampling(
+        self.sampling: turns.Sampling = turns.Sampling(
             **{name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
             end_ids=frozenset({*ends, *extra.pop(STOPS, ())}),
             regex=args.vllm_structured_outputs_regex,
@@ -107,17 +99,8 @@ class Generation:
         self.prefetcher: Prefetcher | None = None
         self.server: ServerRollouts | None = None
         if args.uses_server:
-            self.server = ServerRollouts(
-                args,
-                trainer.model,
-                trainer.processing_class,
-                trainer.accelerator,
-                self.sampling,
-                scores_truncated=trainer.scorer.scores_truncated,
-                step=lambda: trainer.state.global_step,
-                failure=server_failure,
-                transfer=None if syncs_adapter else trainer.vllm_generation,
-            )
+            transfer = None if syncs_adapter else trainer.vllm_generation
+            self.server = ServerRollouts(trainer, self.sampling, server_failure, transfer)
         samples_here = (args.uses_server or not args.use_vllm) and not is_interactive
         self.samples_conversations: bool = samples_here and agents is None
         # A reward that compares completions with their references needs references that fit the model.
@@ -199,7 +182,7 @@ class Generation:
             sample = partial(run_agents, self._agents, rows, backend, self.max_completion_length)
         else:
             conversations = self.conversations(rows)
-            sample = partial(roll_out, backend, conversations, self._limits(), self.sampling.end_ids)
+            sample = partial(turns.roll_out, backend, conversations, self._limits(), self.sampling.end_ids)
         return RolloutJob(sample, backend, self._weights_step)
 
     def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
@@ -257,7 +240,7 @@ class Generation:
         elif any(len(rollout.replies) > 1 for rollout in self.rollouts):
             texts = lambda rollout: tokenizer.batch_decode(rollout.replies, skip_special_tokens=True)
             fields[COMPLETIONS] = [
-                reply_messages(tokenizer, rollout, row.get("remaining_turns"))
+                turns.reply_messages(tokenizer, rollout, row.get("remaining_turns"))
                 if self._agents is None
                 else [{"role": "assistant", "content": text} for text in texts(rollout)]
                 for rollout, row in zip(self.rollouts, self.rows)
@@ -301,10 +284,10 @@ class Generation:
         config = unwrap_adapter(self._trainer.model).config.get_text_config()
         return getattr(config, "max_position_embeddings", None)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> turns.Limits:
         lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
         longest = min((length for length in lengths if length is not None), default=None)
-        return Limits(self.max_completion_length, longest)
+        return turns.Limits(self.max_completion_length, longest)
 
 
 def rollouts_of(

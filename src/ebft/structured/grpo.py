@@ -28,8 +28,7 @@ from ebft.models.sharding import check_version, check_whole, is_sharded, keep_ou
 from ebft.monitor.budget import forward_flops
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
-from ebft.reward_functions.calls import checked_functions, run_in_chunks
-from ebft.reward_functions.processes import run_in_workers
+from ebft.reward_functions.calls import checked_functions, run_in_chunks, run_in_workers
 from ebft.structured.config import EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import CONVERSATION, Generation, Prefetcher, ReadAhead, Row
 from ebft.structured.replay import PromptReuse

@@ -26,18 +26,11 @@ from ebft.errors import ConfigError, DataError, NonFiniteLossError, doing
 from ebft.features import FeatureNetwork, pool_sequence, token_features
 from ebft.files import ADAPTER_CONFIG
 from ebft.machine import copy_to
+from ebft.models import pretrained
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import SCORE, backbone_of, end_token_ids
-from ebft.models.files import reward_problem
-from ebft.models.pretrained import (
-    check_adapter,
-    find_model,
-    load,
-    pretrained_config,
-    pretrained_model,
-    pretrained_tokenizer,
-)
 from ebft.models.sharding import is_sharded
+from ebft.models.weight_files import reward_problem
 from ebft.prefix.forward import run_wrapped, take_programs
 from ebft.prefix.parity import compare, refusing
 from ebft.prefix.sampling import on_device
@@ -79,8 +72,8 @@ class FeatureMatchingReward:
         feature_network: nn.Module | None = None,
         **options: Unpack[RewardOptionTypes],
     ) -> None:
-        model = load(model)
-        check_adapter(model)
+        model = pretrained.load(model)
+        pretrained.check_adapter(model)
         self.options: RewardOptions = options_from(RewardOptions, dict(options))
         resolve_single_completion(self.options, num_generations)
         self.num_generations = num_generations
@@ -337,17 +330,17 @@ def load_reward_model(name: str) -> PreTrainedModel:
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     with doing(f"loading the reward model {name} (trl.reward_funcs)"):
         base = str(read_adapter_config(folder).base_model_name_or_path) if is_adapter else name
-        found = find_model(base, f"base model of {folder}" if is_adapter else "trl.reward_funcs")
-        config = pretrained_config(found)
+        found = pretrained.find_model(base, f"base model of {folder}" if is_adapter else "trl.reward_funcs")
+        config = pretrained.pretrained_config(found)
         problem = reward_problem(name, None if is_adapter else config.to_dict() | {"id2label": config.id2label})
         if problem is not None:
             raise ConfigError(problem)
         if is_adapter:
-            config.num_labels, tokens = SCORE.num_labels, len(pretrained_tokenizer(str(folder)))
-            model = pretrained_model(found, SCORE, may_lack_head=True, config=config, dtype="auto")
+            config.num_labels, tokens = SCORE.num_labels, len(pretrained.pretrained_tokenizer(str(folder)))
+            model = pretrained.pretrained_model(found, SCORE, may_lack_head=True, config=config, dtype="auto")
             model = load_saved_adapter(model, str(folder), tokens).merge_and_unload()
             model.config.name_or_path = str(folder)
         else:
-            model = pretrained_model(found, SCORE, dtype="auto")
-        pretrained_tokenizer(str(model.config.name_or_path))  # TRL loads it from there
+            model = pretrained.pretrained_model(found, SCORE, dtype="auto")
+        pretrained.pretrained_tokenizer(str(model.config.name_or_path))  # TRL loads it from there
     return model.eval().requires_grad_(False)

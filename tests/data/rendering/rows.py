@@ -117,7 +117,7 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
     if packed["reason"]:
         return Dropped(packed["reason"])
     ids, spans = [], []
-    for turn in conversation(tokenizer, json.loads(packed["row"])).turns:
+    for turn in Renderer(tokenizer).of_row(json.loads(packed["row"])).turns:
         ids += turn.lead_ids
         spans.append((len(ids), len(ids) + len(turn.reference_ids)))
         ids += turn.reference_ids
@@ -130,11 +130,6 @@ def transformed(config, tokenizer, raw):
     transform_fn, arguments = find_transform(entry.type)(ConfigView(config), dataset=entry)
     assert arguments["remove_columns"] == "__all__"
     return transform_fn(dict(raw), tokenizer=tokenizer)
-
-
-def conversation(tokenizer, row):
-    """The conversation of a row of prompts; the one place that knows the arguments of the renderer."""
-    return Renderer(tokenizer).of_row(row)
 
 
 def _ranges(flags: list[bool]) -> list[tuple[int, int]]:

@@ -1,124 +1,32 @@
 """Faults that users of other projects reported, and that the comparison of whole rows does not contain.
 
-Rows are read from JSON lines, as training reads them. The docstrings name the project and what was reported.
+The docstrings name the project and what was reported.
 """
-
-import json
-import warnings
 
 import pytest
 
 from ebft.data.load import load_token_rows
-from ebft.data.preferences import load_preference_rows
-from ebft.data.prompts import load_prompt_rows
-from ebft.data.reward_rows import load_comparisons
-from ebft.errors import DataError
-from ebft.run.config.schema import RunConfig
-from tests.data.conftest import assistant, user
+from ebft.data.row_counts import LEFT_OUT, UNTHINKING
+from tests.data.conftest import assistant, config_of, user
 from tests.data.rendering.expected import Chat, tokenizer_of
-from tests.data.rendering.rows import SETTINGS, conversation, raw_row
+from tests.data.rendering.rows import rows_of
 
 ASKED, REPLY = user("How many?"), assistant("Seven.")
 RESULT = {"role": "tool", "content": "Cloudy.", "name": "get_weather"}
-METHODS = ("sft", "strided", "multiturn", "dpo", "kto", "reward_model")
-
-
-def tool(name, properties):
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": parameters}}
+WEATHER = {"name": "get_weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
+WEATHER = {"type": "function", "function": WEATHER}
 
 
 def calls(arguments):
     return assistant("", tool_calls=[{"type": "function", "function": {"name": "get_weather", "arguments": arguments}}])
 
 
-WEATHER = tool("get_weather", {"city": {"type": "string", "description": "Name of the town."}})
-
-
-@pytest.fixture
-def load(tmp_path_factory):
-    """`load(method, template, chats)`: the text of each row that training reads from a file."""
-
-    def loaded(method, template, chats):
-        path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-        path.write_text("\n".join(json.dumps(raw_row(method, chat)) for chat in chats) + "\n", encoding="utf-8")
-        settings, type = SETTINGS[method]
-        values = {"base_model": "unused", "sequence_len": 2000, "shuffle_merged_datasets": False, **settings}
-        with warnings.catch_warnings(action="ignore"):
-            config = RunConfig.from_dict({**values, "datasets": [{"path": str(path), "type": type}]})
-            kind, tokenizer = config.required_rows.kind, tokenizer_of(template)
-            if kind == "prompts":
-                rows = list(load_prompt_rows(config, tokenizer)[0])
-            else:
-                reads = {"tokens": load_token_rows, "comparisons": load_comparisons}
-                rows = list(reads.get(kind, load_preference_rows)(config, tokenizer).train)
-        return [tokenizer.decode(list(tokens_of(tokenizer, row))) for row in rows]
-
-    return loaded
-
-
-def tokens_of(tokenizer, row):
-    """The tokens of a row of any method, prompts and references rendered."""
-    if "prompt" in row:
-        for turn in conversation(tokenizer, row).turns:
-            yield from (*turn.lead_ids, *turn.reference_ids)
-    else:
-        yield from (token for key, ids in row.items() if key.endswith("_ids") for token in ids)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_tools_have_the_keys_of_the_file(load, method):
-    """ms-swift #10125: Arrow gives each tool the keys of the others, with the value null; own nulls are kept."""
-    other = tool("add", {"a": {"type": ["integer", "null"], "default": None}, "b": {"const": None, "title": "B"}})
-    tools = [[WEATHER], [other], [WEATHER, other]]
-    texts = load(method, "trl/qwen3", [Chat([ASKED, REPLY], given) for given in tools])
-    for text, given in zip(texts, tools, strict=True):
-        assert all(json.dumps(description) in text for description in given)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("same_keys", [True, False], ids=["messages of the same keys", ""])
-def test_nulls_in_arguments_are_kept(load, method, same_keys):
-    """ms-swift #10125: what removes the nulls that Arrow adds must keep `{"region": null}` of the file.
-
-    Arrow has a type with fixed keys only where the keys of all messages are the same.
-    """
-    for others in ({}, {"days": 3}, {"region": "Norte"}):
-        arguments, chats = [{"city": "Lisbon", "region": None}, {"city": "Porto", **others}], []
-        for given in arguments:
-            messages = [ASKED, calls(given), RESULT, REPLY] * 2
-            if same_keys:
-                messages = [{**dict.fromkeys(("tool_calls", "name")), **message} for message in messages]
-            chats.append(Chat(messages, [WEATHER]))
-        for text, given in zip(load(method, "trl/qwen3", chats), arguments, strict=True):
-            assert text.count(f'"arguments": {json.dumps(given)}') >= 2
-
-
-@pytest.mark.first(4)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("template", ["ebft/chatml", "trl/qwen2_5_vl"])
-def test_contents_that_are_not_text(load, method, template):
-    """Templates print a number or a list as Python does, and omit parts that they do not know."""
-    for content, message in (
-        (
-            [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}],
-            "a part that is not text",
-        ),
-        ([{"type": "text", "text": "See", "image": "x"}], "a part that is not text .* models are trained on text"),
-        ([{"type": "text", "text": None}], "a part that is not text"),
-        (5, "must be text or a list of parts with text, got int"),
-    ):
-        for messages in ([{**ASKED, "content": content}, REPLY], [ASKED, {**REPLY, "content": content}]):
-            with pytest.raises(DataError, match=rf"row 0: .*content of message \d \((user|assistant)\).*{message}"):
-                load(method, template, [Chat(messages)])
-
-
 @pytest.mark.parametrize("template", ["trl/llama3_1", "trl/qwen2_5", "trl/qwen3", "trl/glm4moe", "trl/gptoss"])
-def test_results_of_tools_are_json_or_text(load, template):
+def test_results_of_tools_are_json_or_text(template):
     """Objects are written as JSON, by the template or before it, and never as Python's text."""
     for content in ({"sky": "grey"}, [{"type": "text", "text": "Cloudy."}], None, []):
         messages = [ASKED, calls({"city": "Lisbon"}), {**RESULT, "content": content}, REPLY]
-        (text,) = load("sft", template, [Chat(messages, [WEATHER])])
+        text = tokenizer_of(template).decode(rows_of("sft", template, Chat(messages, [WEATHER]))[0].ids)
         assert ('"sky": "grey"' if isinstance(content, dict) else "Cloudy." if content else "") in text
         assert not any(part in text for part in ("'sky'", "'type'", "[]", "None"))
 
@@ -142,3 +50,16 @@ def test_the_kl_term_of_kto_pairs_each_prompt_with_another_completion(tmp_path, 
     own, others = seen[::2], seen[1::2]
     assert sum(map(len, own)) >= 6
     assert all(a != b for batch, other in zip(own, others, strict=True) for a, b in zip(batch, other, strict=True))
+
+
+def test_thinking_of_earlier_turns_is_counted(write_jsonl, capsys):
+    asked, thinks = user("w7 Zq"), assistant("<think>\nt9 Zq\n</think>\n\nw8 Zq")
+    talk = [asked, thinks, user("u2 Zq"), assistant("<think>t3 Zq</think>e")]
+    path = write_jsonl([{"messages": talk}] * 3)
+    for type, counts, count in (
+        ("chat_template", {UNTHINKING: 3}, 3),
+        ("ebft_strided_chat.transform_all_turns", {LEFT_OUT: 3}, 6),
+    ):
+        rows = load_token_rows(config_of(type, path=path, sequence_len=4096), tokenizer_of("trl/qwen3"))
+        assert rows.reports[0].counts == counts and len(rows.train) == count
+    assert f"produced 3 rows (3 {UNTHINKING})" in capsys.readouterr().err

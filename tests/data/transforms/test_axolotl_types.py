@@ -2,7 +2,6 @@
 
 import pytest
 
-from ebft.errors import DataError
 from tests.data.conftest import tokenised
 
 
@@ -29,7 +28,6 @@ WITH_INPUT = (
 ALPACA += "\n\n### Instruction:\nAdd.\n\n### Response:\n"
 ADD = {"instruction": "Add.", "output": "3"}
 ASKED = {"question": "1+2?", "answer": "3"}
-SHAREGPT = {"conversations": [{"from": "human", "value": "1+2?"}, {"from": "gpt", "value": "3"}]}
 
 
 @pytest.mark.parametrize(
@@ -101,10 +99,3 @@ def test_segments(segments, tokenizer):
     for given in ([], [("one", False)], [("", True)]):  # no reference
         shown, prompt_length = segments(given)
         assert not any(label for _, label in shown) and (prompt_length == 0 or prompt_length >= len(shown))
-
-
-def test_wrong_rows(tokenizer):
-    with pytest.raises(DataError, match="column 'segments', segment 0: expected {text"):
-        tokenised(tokenizer, "input_output", {"segments": [{"text": "one", "label": "yes"}]})
-    with pytest.raises(DataError, match="no column with the instruction.*mapping as type: {field_instruction"):
-        tokenised(tokenizer, "alpaca", ASKED)

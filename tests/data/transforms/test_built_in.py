@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.errors import DataError
+from ebft.data.load import load_token_rows
 from tests.data.conftest import CHATML, assistant, tokenised, user
 
 PRETRAIN, PAIRS, CHATS = "ebft_pretrain.transform", "ebft_strided_structured.transform", "ebft_strided_chat.transform"
@@ -88,17 +88,6 @@ CHAT = [user("Hi"), assistant("Hello"), user("Bye"), assistant("Goodbye"), user(
 GREETING = assistant("Yes?")
 
 
-@pytest.mark.parametrize("rewrites", [False, True])
-def test_the_reference_is_the_last_assistant_turn(run, tokenizer, rewrites):
-    template = "{{ messages | length }}" * rewrites + CHATML
-    out = run("ebft_strided_chat.transform_last_turn", {"messages": CHAT}, template=template)
-    ids, length = out["input_ids"][0], out["prompt_length"][0]
-    assert tokenizer.decode(ids).startswith("4" * rewrites + "<|im_start|>")
-    assert tokenizer.decode(ids[:length]).endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(ids[length:]) == "Goodbye<|im_end|>\n"
-    assert out["labels"][0] == [-100] * length + ids[length:] and out["turn_spans"][0] == [[length, len(ids)]]
-
-
 @pytest.mark.parametrize("type", ["ebft_strided_chat.transform_all_turns", "ebft_chat_multiturn.transform_all_turns"])
 @pytest.mark.filterwarnings("ignore:datasets.type")
 def test_a_row_of_every_answer(run, tokenizer, type):
@@ -112,21 +101,33 @@ def test_a_row_of_every_answer(run, tokenizer, type):
         assert out[field] == wanted[field]
 
 
-@pytest.mark.parametrize(
-    ("type", "row", "template", "message"),
-    [
-        (
-            PRETRAIN,
-            {"body": "x"},
-            None,
-            "row 0: no column with text: expected text, content, question, but .*body",
-        ),
-        (PRETRAIN, {"text": 3}, None, "row 0: column 'text' must contain text, got int"),
-        (PAIRS, {"text": "a"}, None, "supported pairs are input/output, .* the row has text"),
-        (CHATS, {"messages": CHAT}, None, "the tokenizer has no chat template, .* Set chat_template"),
-        (CHATS, {"messages": CHAT}, "{{ raise_exception('no system') }}", "cannot render these messages: no system"),
-    ],
-)
-def test_wrong_rows(run, type, row, template, message):
-    with pytest.raises(DataError, match=message):
-        run(type, row, template=template)
+REPLY = "<think>\nTwo and two.\n</think>\n\nFour."
+
+
+@pytest.mark.filterwarnings("ignore:train_on_inputs")
+def test_thinking_without_labels(run, tokenizer):
+    """`ebft.mask_thinking_ce`: thinking of replies loses its labels, tags in prompts do not."""
+
+    def learned(type, row, mask=True, template=CHATML, **keys):
+        found = run(type, row, template=template, ebft={"mode": "strided", "mask_thinking_ce": mask}, **keys)
+        return tokenizer.decode([label for label in found["labels"][0] if label != -100]), found["input_ids"]
+
+    pair = {"input": "2+2?", "output": REPLY}
+    (plain, ids), (masked, same_ids) = (learned(PAIRS, pair, mask) for mask in (False, True))
+    assert plain == f"{REPLY}<|end|>" and masked == "Four.<|end|>" and ids == same_ids
+    asked = user("Is <think>this</think> a tag?")
+    chat = {"messages": [asked, assistant("<think>hm</think>Yes."), user("2+2?"), assistant(REPLY)]}
+    assert learned("chat_template", chat)[0] == "Yes.<|im_end|>\nFour.<|im_end|>\n"
+    text, _ = learned(CHATS, chat, train_on_inputs=True)
+    assert "Is <think>this</think> a tag?" in text and "Two and two" not in text
+    # Templates of some models end the generation prompt with the opening tag.
+    opening = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    assert learned(CHATS, {"messages": chat["messages"][2:]}, template=opening)[0] == "Four.<|im_end|>\n"
+
+
+def test_a_row_cut_within_its_thinking_is_kept(make_config, write_jsonl, chatml):
+    path = write_jsonl([{"messages": [user("2+2?"), assistant(f"<think>{'so ' * 100}</think>Four.")]}])
+    ebft = {"mode": "strided", "mask_thinking_ce": True}
+    config = make_config(path, "ebft_strided_chat.transform_last_turn", ebft=ebft, sequence_len=96)
+    train = load_token_rows(config, chatml).train
+    assert len(train[0]["input_ids"]) == 96 and set(train[0]["labels"]) == {-100}

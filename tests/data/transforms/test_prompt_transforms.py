@@ -39,11 +39,8 @@ def run(make_config, chatml):
     [
         ("ebft_opencode.transform", {"input": "Add 1 2", "output": "3", "id": 7}, [user("Add 1 2")], "3", None),
         (MULTITURN, GREETED, GREETED[:3], "Hello", GREETED[4:6]),
-        (MULTITURN, [HI, assistant("Hello"), user("Bye")], [HI], "Hello", []),
         (MULTITURN, CALLED, [CALLED[0], {"role": "assistant", "tool_calls": WHOLE}, CALLED[2]], "4.", []),
-        (MULTITURN, {"prompt": GREETED[2:5], "completion": GREETED[5:]}, [HI, TOLD, GREETED[4]], "4", []),
         (MULTITURN, {"prompt": GREETED[2:5], "ground_truth": "4"}, [HI, TOLD, GREETED[4]], "4", []),
-        (MULTITURN, {"prompt": GREETED[2:5], "completion": "4"}, [HI, TOLD, GREETED[4]], "4", []),
         (MULTITURN, {"prompt": [HI], "ground_truth": '[{"sum": 4}]'}, [HI], '[{"sum": 4}]', []),
         (MULTITURN, {"prompt": [HI], "completion": '[{"role": "assistant", "content": "4"}]'}, [HI], "4", []),
         (f"{MULTITURN}_all_turns", {"prompt": GREETED[2:3], "completion": GREETED[3:]}, [[HI], GREETED[2:5]],
@@ -59,10 +56,8 @@ def run(make_config, chatml):
         (REASONING, [*PROMPT, THINKS], PROMPT, JOINED, None),
         (REASONING, [*PROMPT, assistant(THOUGHT, reasoning_content="two")], PROMPT, THOUGHT, None),
         (f"{REASONING}_answer_only", [*PROMPT, assistant(THOUGHT), user("Thanks")], PROMPT, "4", None),
-        (f"{REASONING}_answer_only", [*PROMPT, assistant("two</think>\n\n4")], PROMPT, "4", None),
         (f"{REASONING}_split_thinking", [*PROMPT, assistant(THOUGHT)], APART, JOINED, None),
         (f"{REASONING}_split_thinking", [*PROMPT, assistant("two and two</think>4")], APART, JOINED, None),
-        (f"{REASONING}_split_thinking", [*PROMPT, THINKS], APART, JOINED, None),
         (f"{REASONING}_split_thinking", TAGGED, TAGGED[:3], "So.", None),
     ],
 )  # fmt: skip

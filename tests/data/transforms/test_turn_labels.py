@@ -78,19 +78,15 @@ OF_HI = f"system Be brief END user ( [Hi] [END] ) assistant Hello END {BYE} {GOO
         ([*CHAT, EMPTY], {}, {}, USUAL),
         ({"prompt": CHAT[:4], "completion": CHAT[4:5]}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
         ({"prompt": CHAT[:2], "completion": CHAT[2:]}, {}, {}, USUAL),
-        ({"prompt": CHAT[:4], "ground_truth": "Goodbye"}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
-        (CHAT, {"train_on_eos": "turn"}, {}, USUAL),
         *((CHAT, {key: "all"}, {}, ALL) for key in ("train_on_eos", "train_on_eot")),
         (CHAT, {"train_on_eos": "last"}, {}, f"PROMPT ( [Hello] END ) {BYE} {GOODBYE}"),
         (CHAT, {"train_on_eos": "none"}, {}, f"PROMPT ( [Hello] END ) {BYE} ( [Goodbye] END )"),
         (CHAT, {"roles_to_train": ["user"]}, {}, OF_USER),
         (CHAT, {"roles_to_train": ["human", "gpt"]}, {}, OF_BOTH),
         (CHAT, {}, {"roles_to_train": ["user"]}, OF_USER),
-        (CHAT, {"roles_to_train": ["assistant"]}, {"roles_to_train": ["user"]}, USUAL),
         (CHAT, {"roles_to_train": ["user"], "train_on_eos": "none"}, {}, OF_USER.replace("[END] )", "END )")),
         (BOT, {**NAMES, "roles_to_train": ["customer"]}, {}, "user ( [Hi] [END] )"),
         (learned(None, True, False), LEARN, {}, OF_HI),
-        (learned(None, True), {**LEARN, "roles_to_train": []}, {}, "system Be brief END user ( [Hi] [END] )"),
         (CHAT[2:5], {}, {}, f"assistant Hello END {BYE} {GOODBYE}"),
         ([{**CHAT[2], "learn": True}, *CHAT[3:5]], LEARN, {}, f"assistant ( [Hello] [END] ) {BYE} {GOODBYE}"),
         (CHAT[1:3], {}, {"train_on_inputs": True},
@@ -108,10 +104,10 @@ def test_words(trained, messages, entry, keys, expected):
         assert trained(messages, entry, type, **keys) == expected
 
 
-@pytest.mark.filterwarnings("ignore:chat template of the tokenizer writes nothing")
 @pytest.mark.parametrize("end", ["", "\n\n"])
 def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
     tokenizer.chat_template = "{% for m in messages %} {{ m.content }}END{% endfor %}".replace("END", end)
-    assert trained(CHAT[1:3]) == "Hi ( [Hello] )"
+    with pytest.warns(UserWarning, match="chat template of the tokenizer writes nothing after a reply"):
+        assert trained(CHAT[1:3]) == "Hi ( [Hello] )"
     with pytest.raises(DataError, match="train_on_eos: none needs a chat template that ends turns"):
         trained(CHAT[1:3], {"train_on_eos": "none"})

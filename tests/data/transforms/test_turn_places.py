@@ -14,18 +14,6 @@ ENDS_TEXT = (
     "{% if add_generation_prompt %}<s>assistant\n{% else %}<eos>{% endif %}"
 )
 
-# The generation prompt opens a block of thinking, which no reply of a chat has.
-OPENS_THINKING = (
-    "<bos>{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}"
-    "<A>{{ m.content.split('</think>')[-1] }}<e>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<A><think>\n{% endif %}"
-)
-
-# The token of the next turn ends a reply.
-ENDS_WITH_NEXT = (
-    "<bos>{% for m in messages %}{{ '<U>' if m.role == 'user' else '<A>' }}\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<A>\n{% endif %}"
-)
 SPECIAL = ["<s>", "<e>", "<eos>", "<bos>", "<U>", "<A>", "<return>", "<call>"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [user("Hi"), assistant("Hello"), user("Bye"), assistant("Goodbye")]
@@ -63,13 +51,8 @@ def trained(template, messages, entry=None, type="chat_template", special=SPECIA
          "<s>assistant\n[Goodbye]<e>\n<eos>"),
         (ENDS_TEXT, TALK, {"train_on_eos": "last"}, "<s>user\nHi<e>\n<s>assistant\n[Hello]<e>\n<s>user\nBye<e>\n"
          "<s>assistant\n[Goodbye<e>\n<eos>]"),
-        (ENDS_TEXT, TALK, {"roles_to_train": ["user", "assistant"]}, "<s>user\n[Hi<e>\n]<s>assistant\n[Hello<e>\n]"
-         "<s>user\n[Bye<e>\n]<s>assistant\n[Goodbye<e>\n<eos>]"),
         (ENDS_TEXT.replace("m.content", "m.content | upper"), TALK, {"roles_to_train": ["user", "assistant"]},
          "<s>user\n[HI<e>\n]<s>assistant\n[HELLO<e>\n]<s>user\n[BYE<e>\n]<s>assistant\n[GOODBYE<e>\n<eos>]"),
-        (OPENS_THINKING, TALK, {}, "<bos><U>Hi<A>[Hello<e>]<U>Bye<A>[Goodbye<e>]"),
-        (ENDS_WITH_NEXT, [TALK[0], assistant("Hello\n"), *TALK[2:]], {},
-         "<bos><U>\nHi<A>\n[Hello\n<U>]\nBye<A>\n[Goodbye<U>]"),
         ("{{ messages | length }}" + CLOSES, TALK, {}, "4<s>user\nHi<e>\n<s>assistant\n<think>[</think>Hello<e>\n]"
          "<s>user\nBye<e>\n<s>assistant\n<think>[</think>Goodbye<e>\n]"),
     ],
@@ -87,11 +70,6 @@ def test_tags_of_thinking_can_be_special_tokens(special):
     assert trained(CLOSES, CALLING[:2], special=special) == call
     # Only the end of the turn is left out, although a special token closes the call.
     assert trained(CLOSES, CALLING[:2], {"train_on_eos": "none"}, special=special) == call.replace("<e>\n]", "]<e>\n")
-
-
-def test_thinking_that_is_left_out():
-    with pytest.raises(DataError, match=r"omits the thinking of message 1 \(assistant\)"):
-        trained(OPENS_THINKING, [TALK[0], assistant("<think>a</think>Hello"), *TALK[2:]])
 
 
 @pytest.mark.parametrize(

@@ -64,19 +64,18 @@ def tokenizer(make):
 
 
 @pytest.fixture
-def own_transform(tmp_path, monkeypatch, request):
+def own_transform(tmp_path, monkeypatch):
     """`own_transform(answer, helper)`: writes modules with a transform and what it imports; returns its `type`."""
-    name = f"own_{abs(hash(request.node.nodeid))}"
 
     def forget():
-        for module in (name, f"{name}_helper"):
+        for module in ("own_rows", "own_helper"):
             sys.modules.pop(module, None)
         importlib.invalidate_caches()
 
     def write(answer="example['output']", helper="SUFFIX = '!'"):
-        (tmp_path / f"{name}_helper.py").write_text(helper + "\n")
-        (tmp_path / f"{name}.py").write_text(
-            f"from {name}_helper import SUFFIX\n\n\n"
+        (tmp_path / "own_helper.py").write_text(helper + "\n")
+        (tmp_path / "own_rows.py").write_text(
+            "from own_helper import SUFFIX\n\n\n"
             "def transform(cfg, **kwargs):\n"
             "    def transform_fn(example, tokenizer=None):\n"
             f"        ids = tokenizer(example['input'] + {answer} + SUFFIX)['input_ids']\n"
@@ -84,7 +83,7 @@ def own_transform(tmp_path, monkeypatch, request):
             "    return transform_fn, {'remove_columns': '__all__'}\n"
         )
         forget()
-        return f"{name}.transform"
+        return "own_rows.transform"
 
     monkeypatch.chdir(tmp_path)
     yield write

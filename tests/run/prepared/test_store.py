@@ -108,8 +108,8 @@ def test_of_several_at_once_one_prepares_and_the_others_read(make, prepare, monk
         return load(self, *arguments)
 
     monkeypatch.setattr(type(config.method), "load_rows", slow)
-    say = prepared_rows._say
-    monkeypatch.setattr(prepared_rows, "_say", lambda *arguments, **keys: (say(*arguments, **keys), proceed.set()))
+    say = prepared_rows.say
+    monkeypatch.setattr(prepared_rows, "say", lambda *arguments, **keys: (say(*arguments, **keys), proceed.set()))
     found = []
     first, second = (threading.Thread(target=lambda: found.append(prepare(config))) for _ in range(2))
     first.start()

@@ -60,13 +60,14 @@ def test_limits_follow_the_difference_before_training(floor, given, warn, stop):
 def test_an_evaluation_does_not_move_the_steps_at_which_weights_are_sent(monkeypatch, tmp_path):
     monkeypatch.setattr(server_module, "check_server", lambda *args, **kwargs: ({"id": "base"}, 1e-6))
     args = RolloutGRPOConfig(output_dir=str(tmp_path), use_vllm=True, report_to="none", vllm_sync_interval=4)
-    step, sent = 0, []
-    transfer = SimpleNamespace(sync_weights=lambda: sent.append(step))
-    options = {"scores_truncated": True, "step": lambda: step, "failure": lambda: None, "transfer": transfer}
-    server = ServerRollouts(args, None, None, SimpleNamespace(gather=None), Sampling(1.0), **options)
-    for step in range(10):
+    state, sent = SimpleNamespace(global_step=0), []
+    transfer = SimpleNamespace(sync_weights=lambda: sent.append(state.global_step))
+    of_policy = {"accelerator": SimpleNamespace(gather=None), "scorer": SimpleNamespace(scores_truncated=True)}
+    trainer = SimpleNamespace(args=args, model=None, processing_class=None, state=state, **of_policy)
+    server = ServerRollouts(trainer, Sampling(1.0), transfer=transfer)
+    for state.global_step in range(10):
         server.sync_weights()
-        if step == 6:
+        if state.global_step == 6:
             server.sync_weights(at_once=True)
     assert sent == [0, 4, 6, 8]
 

@@ -80,46 +80,33 @@ _STYLED = {  # functions of `chatml` and `llama3`
 }
 
 
-def _twins(
-    format: str, tokens: tuple[str, str], prompts: tuple[str, str], reads: tuple[str, ...]
-) -> dict[str, BuiltIn]:
-    """Rows of tokens and of prompts of the same columns; each is given as its name and the replies."""
+def _twins(format: str, tokens: str, prompts: str, replies: str, reads: tuple[str, ...]) -> dict[str, BuiltIn]:
+    """The transforms `tokens` and `prompts` to rows of tokens and of prompts from the same columns."""
     return {
-        tokens[0]: BuiltIn(format, _TOKENS, tokens[1], prompts[0], reads),
-        prompts[0]: BuiltIn(format, _PROMPTS, prompts[1], tokens[0], reads),
+        tokens: BuiltIn(format, _TOKENS, replies, prompts, reads),
+        prompts: BuiltIn(format, _PROMPTS, replies, tokens, reads),
     }
 
 
 _NO_SYSTEM, _COMPARED = ("drop_system_message",), (*_LAST_TURN, "field_tools", *_REPLIES)
-_FIRST = ("ebft_chat_multiturn.transform", "first")
-_LAST = ("ebft_chat_multiturn.transform_last_turn", "last")
-_EACH = ("ebft_chat_multiturn.transform_all_turns", "each")
+_STRIDED, _TURN, _REASONING = "ebft_strided_chat.transform", "ebft_chat_multiturn.transform", "ebft_reasoning.transform"
+_TEXTS, _CODE, _EACH = "ebft_strided_structured.transform", "ebft_opencode.transform", f"{_TURN}_all_turns"
 TRANSFORMS: dict[str, BuiltIn] = {
     "ebft_pretrain.transform": BuiltIn("text", _TOKENS, reads=()),
-    **_twins(
-        "texts",
-        ("ebft_strided_structured.transform", ""),
-        ("ebft_strided_structured.transform_prompts", ""),
-        _NO_SYSTEM,
-    ),
-    "ebft_strided_chat.transform": BuiltIn("chat", _TOKENS, "all", _EACH[0], _TURNS),
-    **_twins("chat", ("ebft_strided_chat.transform_last_turn", "last"), _LAST, _TURNS),
-    **_twins("chat", ("ebft_strided_chat.transform_all_turns", "each"), _EACH, _TURNS),
-    **_twins("pairs", ("ebft_opencode.transform_strided", "last"), ("ebft_opencode.transform", "last"), _OF_PAIRS),
-    _FIRST[0]: BuiltIn("chat", _PROMPTS, _FIRST[1], "chat_template.transform", _TURNS),
-    **_twins(
-        "chat",
-        ("ebft_reasoning.transform_strided", "rendered"),
-        ("ebft_reasoning.transform", "rendered"),
-        _LAST_TURN,
-    ),
-    "ebft_reasoning.transform_answer_only": BuiltIn("chat", _PROMPTS, "answer", reads=_LAST_TURN),
-    "ebft_reasoning.transform_split_thinking": BuiltIn("chat", _PROMPTS, "split", reads=_LAST_TURN),
+    **_twins("texts", _TEXTS, f"{_TEXTS}_prompts", "", _NO_SYSTEM),
+    _STRIDED: BuiltIn("chat", _TOKENS, "all", _EACH, _TURNS),
+    **_twins("chat", f"{_STRIDED}_last_turn", f"{_TURN}_last_turn", "last", _TURNS),
+    **_twins("chat", f"{_STRIDED}_all_turns", _EACH, "each", _TURNS),
+    **_twins("pairs", f"{_CODE}_strided", _CODE, "last", _OF_PAIRS),
+    _TURN: BuiltIn("chat", _PROMPTS, "first", "chat_template.transform", _TURNS),
+    **_twins("chat", f"{_REASONING}_strided", _REASONING, "rendered", _LAST_TURN),
+    f"{_REASONING}_answer_only": BuiltIn("chat", _PROMPTS, "answer", reads=_LAST_TURN),
+    f"{_REASONING}_split_thinking": BuiltIn("chat", _PROMPTS, "split", reads=_LAST_TURN),
     "completion.transform": BuiltIn("text", _TOKENS, "ended", reads=()),
-    "chat_template.transform": BuiltIn("chat", _TOKENS, "all", _EACH[0], _TURNS),
-    **_twins("alpaca", ("alpaca.transform", ""), ("alpaca.transform_prompts", ""), _NO_SYSTEM),
-    **_twins("instructions", ("alpaca_chat.transform", "last"), ("alpaca_chat.transform_prompts", "last"), _OF_PAIRS),
-    **_twins("user_defined", ("user_defined.transform", ""), ("user_defined.transform_prompts", ""), ("user_defined",)),
+    "chat_template.transform": BuiltIn("chat", _TOKENS, "all", _EACH, _TURNS),
+    **_twins("alpaca", "alpaca.transform", "alpaca.transform_prompts", "", _NO_SYSTEM),
+    **_twins("instructions", "alpaca_chat.transform", "alpaca_chat.transform_prompts", "last", _OF_PAIRS),
+    **_twins("user_defined", "user_defined.transform", "user_defined.transform_prompts", "", ("user_defined",)),
     "input_output.transform": BuiltIn("segments", _TOKENS),
     "nemo_gym.transform": BuiltIn("nemo_gym", _PROMPTS, reads=_CHAT),
     "bradley_terry.chat_template": BuiltIn("any", ("comparisons",), reads=_COMPARED),
@@ -136,11 +123,8 @@ TRANSFORMS: dict[str, BuiltIn] = {
     USER_DEFINED: BuiltIn("mapping", _BOTH),
 }
 # The first parts of the names, without the formats of preference data.
-MODULES = list(
-    dict.fromkeys(
-        name.partition(".")[0] for name, found in TRANSFORMS.items() if not {*found.rows} & {"preferences", "labelled"}
-    )
-)
+_UNPAIRED = [name for name, found in TRANSFORMS.items() if not {*found.rows} & {*_BOTH}]
+MODULES = list(dict.fromkeys(name.partition(".")[0] for name in _UNPAIRED))
 _PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # text without a chat format
 
 # Names of transforms in axolotl that are different here.

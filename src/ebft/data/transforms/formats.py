@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ebft.config.section import PromptFormat
-from ebft.data.columns import first_present, first_shape, first_text, optional_text, text_of, value_of
-from ebft.data.messages import Message, chat_in_json, chat_of, from_json, messages_of, normaliser, with_system
+from ebft.data.columns import first_present, first_shape, optional_text, text_of, value_of
+from ebft.data.messages import Message, chat_in_json, chat_of, normaliser, read_chat, with_system
 from ebft.data.tokens import THINKING
 from ebft.data.transforms import PreferenceColumns
 from ebft.errors import DataError
@@ -169,8 +169,8 @@ def _pair(row: Row, given: Format, entry: Any) -> Example:
 
 def _written(row: Row, keys: PromptFormat, reads_system: bool) -> Example:
     """A prompt that is written out with the columns of a row."""
-    instruction = first_text(row, [keys.field_instruction], "the instruction (field_instruction)", _NAMES)
-    output = first_text(row, [keys.field_output], "the completion (field_output)", _NAMES)
+    instruction = text_of(row, first_present(row, [keys.field_instruction], "the instruction", _NAMES))
+    output = text_of(row, first_present(row, [keys.field_output], "the completion", _NAMES))
     given = optional_text(row, keys.field_input)
     system = (optional_text(row, keys.field_system) if reads_system else "") or keys.system_prompt or ""
     written = keys.format
@@ -210,14 +210,12 @@ def _compared(row: Row, given: Format, entry: Any, names: tuple[str, ...]) -> Ex
         return Example(asked, [value or "" for value in values])
     if given.style or given.is_optional:
         asked = asked if given.is_text else chat_in_json(asked)
-    normal, is_text = (
-        normaliser(entry),
-        isinstance(asked, str) and bool(given.style or given.is_optional or given.is_text),
-    )
+    normal = normaliser(entry)
+    is_text = isinstance(asked, str) and bool(given.style or given.is_optional or given.is_text)
     if is_text:
         question = [{"role": "user", "content": asked}] if asked.strip() else []
     else:
-        question = _chat(asked, f"column {column!r}", normal)
+        question = read_chat(asked, f"column {column!r}", normal)
     if given.is_optional and question and question[-1]["role"] == "assistant":  # one of the replies, or a whole chat
         question = question[:-1] if all(isinstance(value, str | None) for value in values) else []
     found = [_continued(question, _reply(value, name, normal), name, is_text) for value, name in zip(values, columns)]
@@ -233,18 +231,11 @@ def _compared(row: Row, given: Format, entry: Any, names: tuple[str, ...]) -> Ex
     return Example(given.style.prompt(example.prompt), [given.style.reply(reply) for reply in example.replies])
 
 
-def _chat(value: Any, where: str, normal: Callable[[Any, int], Any]) -> list[Message]:
-    """Messages, with the keys and roles of chat templates."""
-    value = from_json(value, where)
-    value = [normal(message, number) for number, message in enumerate(value)] if isinstance(value, list) else value
-    return messages_of(value, where)
-
-
 def _reply(value: Any, column: str, normal: Callable[[Any, int], Any]) -> list[Message]:
     """The messages of a reply: a text, one message, or several, the last one of the assistant."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}] if value.strip() else []
-    messages = _chat([value] if isinstance(value, Mapping) else value, f"column {column!r}", normal)
+    messages = read_chat([value] if isinstance(value, Mapping) else value, f"column {column!r}", normal)
     if messages and messages[-1]["role"] != "assistant":
         raise DataError(
             f"column {column!r} ends with a message of the role {messages[-1]['role']!r}, but the last message is the "
@@ -259,13 +250,8 @@ def _continued(
     """The messages before a reply, and the reply, of a column with the reply to `asked` or with the whole chat."""
     if not messages or (asked and messages[0]["role"] in ("assistant", "tool")):
         return asked, messages
-    if not asked or (
-        is_text
-        and any(
-            message["role"] == "user" and str(message.get("content")).strip() == str(asked[0]["content"]).strip()
-            for message in messages
-        )
-    ):
+    said = [str(message.get("content")).strip() for message in messages if message["role"] == "user"]
+    if not asked or (is_text and str(asked[0]["content"]).strip() in said):
         return messages[:-1], messages[-1:]
     if messages[: len(asked)] == asked:
         return asked, messages[len(asked) :]

@@ -68,18 +68,18 @@ def built_in_transform(name: str, cfg: Any, dataset: Any, **kwargs: Any) -> Tran
         return _prompts(dataset, read, found.replies)
     if found.format in ("texts", "alpaca", "user_defined"):
         return _pair_tokens(cfg, read)
-    return (
-        _text_tokens(read, found.replies) if found.format == "text" else _chat_tokens(cfg, dataset, read, found.replies)
-    )
+    if found.format == "text":
+        return _text_tokens(read, is_ended=found.replies == "ended")
+    return _chat_tokens(cfg, dataset, read, found.replies)
 
 
-def _text_tokens(read: Callable[[Row], Example], replies: str) -> Transform:
-    """Raw text, with EOS at the end of each document if `replies` is "ended"."""
+def _text_tokens(read: Callable[[Row], Example], is_ended: bool) -> Transform:
+    """Raw text, with EOS at the end of each document if it `is_ended`."""
 
     def transform_fn(example, tokenizer=None):
         (text,) = read(example).replies
         ids, eos = encode(tokenizer, text, special=True) if text.strip() else [], tokenizer.eos_token_id
-        return text_row([*ids, eos] if replies == "ended" and ids and eos not in (None, ids[-1]) else ids)
+        return text_row([*ids, eos] if is_ended and ids and eos not in (None, ids[-1]) else ids)
 
     return transform_fn, _ALL
 
@@ -110,9 +110,7 @@ def _pair_tokens(cfg: Any, read: Callable[[Row], Example]) -> Transform:
 def _chat_tokens(cfg: Any, entry: Any, read: Callable[[Row], Example], replies: str) -> Transform:
     """Chats: `replies` are the turns that are trained on, "all" that the dataset selects, "last", or each in a row.
 
-    Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn.
-    `turn_spans` are the token ranges of all turns that are trained on, with their ends. `ebft.mask_thinking_ce` removes
-    the labels of thinking blocks in assistant turns.
+    Messages after the last of these turns are removed, and `prompt_length` is the start of that turn.
     """
     render = _Chats(cfg, entry, turn_labels(cfg, entry) if replies == "all" else None, with_reply=replies == "rendered")
     if replies != "each":
@@ -199,24 +197,18 @@ def _prompts(entry: Any, read: Callable[[Row], Example], replies: str) -> Transf
 
 
 def _prompt(prompt: list[Message], reply: Message | None) -> dict[str, Any]:
-    text = None if reply is None else reply.get("content", "")
-    return {"prompt": prompt, "ground_truth": text, **chats.reply_column(reply)}
-
-
-def _last(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The last answer; a chat without one is a prompt without a reference."""
-    return _prompt(*chats.before_last_answer(messages))
+    if reply is None:
+        return {"prompt": prompt, "ground_truth": None}
+    has_more = reply.keys() > {"role", "content"}  # such as thinking or tool calls
+    return {"prompt": prompt, "ground_truth": reply.get("content", ""), **({chats.REPLY: reply} if has_more else {})}
 
 
 def _first(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The first answer, and what follows up to the last one as `remaining_turns`.
-
-    A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
-    """
+    """The first answer with text, and what follows up to the last one as `remaining_turns`."""
     turns = chats.answers(messages)
     first = next((index for index in turns if says_something(messages[index])), None)
     if first is None:
-        return {**_last(messages, tokenizer), "remaining_turns": []}
+        return {**_prompt(*chats.before_last_answer(messages)), "remaining_turns": []}
     return {**_prompt(messages[:first], messages[first]), "remaining_turns": messages[first + 1 : turns[-1] + 1]}
 
 
@@ -251,7 +243,8 @@ def _apart(reply: Message) -> Message:
 
 _REFERENCES = {
     "first": _first,
-    "last": _last,
+    # A chat without an answer is a prompt without a reference.
+    "last": lambda messages, tokenizer: _prompt(*chats.before_last_answer(messages)),
     "rendered": _reasoned(rendered_reply),
     "answer": _reasoned(
         lambda reply, tokenizer: {"role": "assistant", "content": split_thinking(reply.get("content", ""))[1]}
@@ -298,11 +291,7 @@ def _comparisons(cfg: Any, entry: Any, read: Callable[[Row], Example]) -> Transf
 
 
 def _steps(entry: Any) -> Transform:
-    """A prompt with labelled steps, each with the separator after it, whose last token has the class of the step.
-
-    Prompt, steps and separators are tokenised separately, so the position of a label does not depend on the text
-    around it. All other tokens have the label -100.
-    """
+    """A prompt and steps, each with a separator whose last token has the class of the step; all are tokenised apart."""
 
     def transform_fn(example, tokenizer=None):
         steps, classes = (value_of(example, column) or [] for column in ("completions", "labels"))
@@ -327,10 +316,7 @@ def _steps(entry: Any) -> Transform:
 
 
 def _segments(cfg: Any, entry: Any) -> Transform:
-    """Segments, `{text, label}`: those with `label: true` are trained on; each is tokenised on its own.
-
-    No special tokens are added, so that the segments contain all tokens.
-    """
+    """Segments, `{text, label}`, are tokenised apart and without special tokens; `label: true` ones are trained on."""
     columns = [entry.field] if entry.field else ["segments"]
 
     def transform_fn(example, tokenizer=None):
@@ -431,12 +417,7 @@ def _ending(ids: list[int], token: int) -> int:
 
 def text_row(input_ids: list[int]) -> dict[str, Any]:
     """Fields of a raw text: all tokens are labels, and there is no prompt."""
-    return {
-        "input_ids": input_ids,
-        "attention_mask": [1] * len(input_ids),
-        "labels": list(input_ids),
-        "prompt_length": 0,
-    }
+    return {"input_ids": input_ids, "labels": list(input_ids), "prompt_length": 0}
 
 
 def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) -> dict[str, Any]:
@@ -446,12 +427,7 @@ def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) 
     """
     input_ids = [token for ids, _ in segments for token in ids]
     labels = [token if trained or train_on_inputs else IGNORE for ids, trained in segments for token in ids]
-    return {
-        "input_ids": input_ids,
-        "attention_mask": [1] * len(input_ids),
-        "labels": labels,
-        "prompt_length": len(input_ids) - len(segments[-1][0]),
-    }
+    return {"input_ids": input_ids, "labels": labels, "prompt_length": len(input_ids) - len(segments[-1][0])}
 
 
 def without_labels(row: dict[str, Any], masked: list[bool]) -> dict[str, Any]:

@@ -291,10 +291,9 @@ def _check_supported(module, attention_mask, kwargs) -> None:
         raise ModelError(f"{name} does not use causal attention, but EBFT supports only causal language models")
 
 
-def _mask_pattern(batch_size, q_length, kv_length, *args, mask_function=causal_mask_function, **kwargs):
-    """Mask function for transformers that passes the pattern itself to attention instead of a mask tensor."""
-    return MaskPattern(mask_function, _running.get())
-
-
 AttentionInterface.register(IMPLEMENTATION, prefix_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, _mask_pattern)
+# So that transformers passes the pattern itself to attention instead of a mask tensor.
+AttentionMaskInterface.register(
+    IMPLEMENTATION,
+    lambda *args, mask_function=causal_mask_function, **kwargs: MaskPattern(mask_function, _running.get()),
+)

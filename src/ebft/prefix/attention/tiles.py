@@ -108,11 +108,11 @@ def attend(
 
     `tiles` cover the rows in order; without sinks, they may be `BatchedTiles`. A single softmax, in float32,
     covers a row's shared and own keys. `sinks` (K, P), repeated along the rows, are logits without a value that are
-    included in the softmax. Raises ValueError if too few shared keys follow a tile.
+    included in the softmax.
     """
     last_key = max((tile.keys.stop for tile in tiles if isinstance(tile, Tile)), default=0)
-    if own is not None and last_key + (own.key if own.path is None else own.path[..., None]).shape[-2] > key.shape[1]:
-        raise ValueError("every tile must be followed by at least as many shared keys as a row has own keys")
+    own_keys = 0 if own is None else (own.key if own.path is None else own.path[..., None]).shape[-2]
+    assert own is None or last_key + own_keys <= key.shape[1], "too few shared keys follow a tile"
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
     own_tensors = (None,) * 4 if own is None else (own.key.to(value.dtype), own.value, own.hidden, own.path)
     # With autocast, queries and keys are float32 after the rotary embedding; cast once instead of for every product.
@@ -457,13 +457,11 @@ def batch_tiles(tiles: list[Tile], key_heads: int | None) -> list[Tile | Batched
         return tiles
     groups = [tiles[:1]]
     for tile in tiles[1:]:
-        if _fits([*groups[-1], tile], key_heads):
-            groups[-1].append(tile)
+        group = [*groups[-1], tile]
+        padded = len(group) * max(tile.height for tile in group) * max(tile.width for tile in group)
+        most = _MOST_PADDING * sum(tile.height * tile.width for tile in group)
+        if key_heads * padded <= _SCORES and padded <= most:
+            groups[-1] = group
         else:
             groups.append([tile])
     return [BatchedTiles.of(group) if len(group) > 1 else group[0] for group in groups]
-
-
-def _fits(tiles: list[Tile], key_heads: int) -> bool:
-    padded = len(tiles) * max(tile.height for tile in tiles) * max(tile.width for tile in tiles)
-    return key_heads * padded <= _SCORES and padded <= _MOST_PADDING * sum(p.height * p.width for p in tiles)

@@ -33,42 +33,34 @@ class ServerRollouts:
     """Connects to the server, checks it, and synchronises its weights every `args.vllm_sync_interval` steps.
 
     An adapter is published under a new name each time. Without an adapter, `transfer`, TRL's VLLMGeneration, updates
-    all weights in place. `step` returns the trainer's optimizer step. Raises RolloutError if the server is unavailable
-    or does not match.
+    all weights in place. `failure` returns why the server failed permanently, or None. Raises RolloutError if the
+    server is unavailable or does not match.
     """
 
     def __init__(
-        self,
-        args: Any,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        accelerator: Any,
-        sampling: Sampling,
-        *,
-        scores_truncated: bool,
-        step: Callable[[], int],
-        failure: Callable[[], str | None],
-        transfer: Any,
+        self, trainer: Any, sampling: Sampling, failure: Callable[[], str | None] = lambda: None, transfer: Any = None
     ) -> None:
-        self._sampling, self._step, self._transfer = sampling, step, transfer
-        self._is_scored = not sampling.unscored(truncated=scores_truncated)
-        self._interval = args.vllm_sync_interval
+        args, self._model, self._sampling, self._transfer = trainer.args, trainer.model, sampling, transfer
+        self._trainer, self._gather = trainer, trainer.accelerator.gather
+        self._is_scored = not sampling.unscored(truncated=trainer.scorer.scores_truncated)
         self.client: VLLMClient = VLLMClient(
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout, failure=failure
         )
         weakref.finalize(self, self.client.close)
-        entry, floor = check_server(self.client, model, tokenizer, sampling, compare_weights=transfer is None)
+        compares = transfer is None
+        entry, floor = check_server(self.client, self._model, trainer.processing_class, sampling, compares)
         name = f"the vLLM server at {self.client.address}"
         self._check = SamplingCheck(name, floor, args.vllm_logp_diff_warn, args.vllm_logp_diff_stop)
         self._identified: Version | None = None  # the last version whose samples were compared with other versions
         self.max_model_len: int | None = entry.get("max_model_len")
-        self._base_model, self._model, self._gather = entry["id"], model, accelerator.gather
-        self._adapters = AdapterSync(self.client, model, accelerator, args.output_dir) if transfer is None else None
+        self._base_model = entry["id"]
+        of_policy = (self._model, trainer.accelerator, args.output_dir)
+        self._adapters = AdapterSync(self.client, *of_policy) if transfer is None else None
         self._synced_at: int | None = None
 
     def sync_weights(self, at_once: bool = False) -> None:
         """Update the server's weights if due, or, with `at_once`, if outdated. TRL calls this before rollouts."""
-        step, interval = self._step(), 1 if at_once else self._interval
+        step, interval = self._trainer.state.global_step, 1 if at_once else self._trainer.args.vllm_sync_interval
         # At multiples of the interval, which an evaluation in between does not move.
         last = self._synced_at
         if last is not None and last <= step and last // interval == step // interval:
@@ -102,7 +94,7 @@ class ServerRollouts:
         of each version is also compared with the base model and other versions. Raises RolloutError if the server
         sampled from other weights, on all processes.
         """
-        step, server = self._step(), inputs["sampling_per_token_logps"]
+        step, server = self._trainer.state.global_step, inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         enough = (mask.sum(-1).cumsum(0) >= _COMPARED_TOKENS).nonzero()
         compared = int(enough[0]) + 1 if len(enough) else len(mask)  # the first rows
@@ -211,7 +203,7 @@ _SAME_NAME, _OTHER_NAME = 0.25, 0.05
 
 
 def check_server(
-    client: VLLMClient, model: Any, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, compare_weights: bool
+    client: VLLMClient, model: Any, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, compare_weights: bool
 ) -> tuple[dict[str, Any], float | None]:
     """Check the server and return the entry of its base model. Raises RolloutError if it does not match the trainer.
 

@@ -109,7 +109,7 @@ def merge_sharded(
     ebft merge-sharded outputs/run/checkpoint-100 --output models/run-100
     """
     say_loading()
-    from ebft.tools.export.sharded import merge_sharded  # imports torch
+    from ebft.tools.export.checkpoint import merge_sharded  # imports torch
 
     merged = merge_sharded(folder, output, base_model, max_shard_size)
     kind = "adapter" if merged.is_adapter else "model"

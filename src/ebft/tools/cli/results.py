@@ -73,7 +73,7 @@ def show(
     found = all_samples(folder, step)
     samples = take(found if as_json else without_repetitions(found), order, sort or REWARD, count)
     if not samples:
-        raise RunError(_nothing(folder, step, sort if order != "newest" else None))
+        raise RunError(_nothing(folder))
     if as_json:
         # Without `copies`, since the list contains every copy of a completion.
         found = [{name: value for name, value in asdict(each).items() if name != "copies"} for each in samples]
@@ -86,17 +86,13 @@ def show(
             console.print(sample_text(sample, full), end="\n\n")
 
 
-def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
+def _nothing(folder: Path) -> str:
     """Why no rollout was found, with what there is instead."""
-    steps, terms = set(), {}
-    for sample in all_samples(folder):
-        steps.add(sample.step)
-        terms |= dict.fromkeys(sample.terms)
-    if not steps:
+    found = list(all_samples(folder))
+    if not found:
         return f"{folder} has no rollouts yet, or its files cannot be read."
-    if step is not None and step not in steps:
-        return f"{folder} has no rollouts of step {step}. It has steps {min(steps)} to {max(steps)}."
-    return f"--sort: no rollout has a term {sort!r}. Choose from {', '.join(terms)}."
+    steps, terms = {each.step for each in found}, dict.fromkeys(term for each in found for term in each.terms)
+    return f"{folder} has no such rollout. It has steps {min(steps)} to {max(steps)}, and terms {', '.join(terms)}."
 
 
 @polite

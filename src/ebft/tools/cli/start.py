@@ -71,7 +71,7 @@ def init(
     command = ["ebft", "init", *data, "--model", model, *(["--method", method] if method else []), *overrides]
     say("Looking at the model and the data ...", err=True)
     from ebft.tools.init.config import draft  # imports torch, as the next one
-    from ebft.tools.init.file import render, write
+    from ebft.tools.init.draft import render, write
 
     found = draft(data, model, method, overrides, _choose if asks else None)
     write(output, render(found, command))
@@ -93,7 +93,7 @@ def config_of_data(
     command = ["ebft", "train", "--model", str(model), *options, *(["--method", method] if method else []), *kept]
     say("Looking at the model and the data ...", err=True)
     from ebft.tools.init.config import draft  # imports torch, as the next one
-    from ebft.tools.init.file import render, write, written_by
+    from ebft.tools.init.draft import render, write, written_by
 
     found = draft(data, str(model), method, kept)
     path = Path(found.values["output_dir"]).expanduser() / CONFIG

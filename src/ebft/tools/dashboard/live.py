@@ -158,11 +158,8 @@ def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
             found.append(Curve(title, series, wanted, healthy_range(title, config)))
             if title == "learning_rate":  # which may be as small
                 found[-1].rounding = 0.0
-    parts = {
-        name.removeprefix("rewards/").removesuffix("/mean"): series
-        for name, series in metrics.series.items()
-        if name.startswith("rewards/") and name.endswith("/mean")
-    }
+    of_functions = [name for name in metrics.series if name.startswith("rewards/") and name.endswith("/mean")]
+    parts = {name.removeprefix("rewards/").removesuffix("/mean"): metrics.series[name] for name in of_functions}
     if parts and list(parts) != ["feature_matching"]:
         position = next((index + 1 for index, curve in enumerate(found) if curve.title == "total reward"), 0)
         found.insert(position, Curve("rewards", parts, "^"))

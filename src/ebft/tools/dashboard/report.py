@@ -109,12 +109,8 @@ def _changes(outcome: Outcome | None) -> list[tuple[str, list[tuple[str, tuple[s
 
 def _environment(live: LiveRun) -> dict[str, Any]:
     peak = live.metrics.latest.get("memory/peak_gib")
-    found = {
-        "host": live.run.get("host"),
-        "started": local_time(live.run.get("started")),
-        "output_dir": live.run.get("output_dir"),
-        "peak memory": None if peak is None else f"{peak:.2f} GiB",
-    }
+    found = {"host": live.run.get("host"), "started": local_time(live.run.get("started"))}
+    found |= {"output_dir": live.run.get("output_dir"), "peak memory": None if peak is None else f"{peak:.2f} GiB"}
     return {key: value for key, value in found.items() if value} | (live.run.get("versions") or {})
 
 

@@ -92,37 +92,21 @@ def room(card: Card, config: RunConfig) -> float:
     return (card.memory * (1 - served if shares else 1) - _RESERVE) * _GIB
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The plan of a config on a card, and the changes with which it fits if it does not, with the plan after them.
-    `changes` are texts; None if no combination of known changes is enough."""
-
-    plan: StepPlan
-    room: float
-    changes: list[str] | None
-    changed: StepPlan
-
-    @property
-    def fits(self) -> bool:
-        return self.plan.total <= self.room
-
-
-def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> Fit:
-    """Plan a step of the longest rows that `config` allows, with changes if it does not fit. Raises ModelError."""
-    return _with_changes(config, model_config, card, planner, _planned(config, model_config, card, planner))
-
-
-def _planned(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> StepPlan:
+def plan_on(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> StepPlan:
+    """Plan a step of the longest rows that `config` allows. Raises ModelError."""
     found = planner(_request(_on_gpu(config), model_config, card))
     if isinstance(found, str):
         raise ModelError(f"The step cannot be planned: {found}")
     return found
 
 
-def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Planner, first: StepPlan) -> Fit:
-    """Plan what does not fit again with one change after another, the cheapest first, if they lower the peak by 1%."""
+def with_changes(
+    config: RunConfig, model_config: Any, card: Card, planner: Planner, now: StepPlan
+) -> tuple[list[str] | None, StepPlan]:
+    """The changes, as text, with which a step fits whose plan is `now`, and its plan after them. One change after
+    another, the cheapest first, is made if it lowers the peak by 1%. None if all known changes are not enough."""
     config = _on_gpu(config)
-    limit, now, made, useless = room(card, config), first, [], set()
+    limit, made, useless = room(card, config), [], set()
     while now.total > limit:
         for text, values in _candidates(config):
             if text in useless:
@@ -134,8 +118,8 @@ def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Pla
                 break
             useless.add(text)
         else:
-            return Fit(first, limit, None, now)
-    return Fit(first, limit, made, now)
+            return None, now
+    return made, now
 
 
 def _candidates(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -160,7 +144,7 @@ def planned(config: RunConfig, name: str, card: Card) -> Iterator[Check]:
     rows = f"{config.micro_batch_size:,} rows of up to {config.sequence_len:,} tokens"
     yield Check("ok", "plan", f"a step with micro-batches of {rows}; this takes a minute or more")
     with Planner() as planner:
-        plan = _planned(config, model_config, card, planner)
+        plan = plan_on(config, model_config, card, planner)
         yield from _described(plan, config, card)
         text = f"{_size(plan.total)} at the peak, in {plan.peak}; {name} has room for {_size(limit)}"
         if plan.total <= _TIGHT * limit:
@@ -171,12 +155,12 @@ def planned(config: RunConfig, name: str, card: Card) -> Iterator[Check]:
             yield Check("warning", "memory", f"{text}. {tight}")
             return
         yield Check("error", "memory", f"{text}. It does not fit. Looking for changes with which it does ...")
-        last = _with_changes(config, model_config, card, planner, plan)
-    if last.changes is None:
+        made, last = with_changes(config, model_config, card, planner, plan)
+    if made is None:
         yield Check("warning", "changes", "it does not fit with any of the changes that are known")
     else:
-        made = "".join(f"\n  - {change}" for change in last.changes)
-        yield Check("ok", "changes", f"with all of these it needs {_size(last.changed.total)}:{made}")
+        lines = "".join(f"\n  - {change}" for change in made)
+        yield Check("ok", "changes", f"with all of these it needs {_size(last.total)}:{lines}")
 
 
 def _size(size: float) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from ebft.catalog import base_name, is_gguf, require_gguf
+from ebft.catalog import base_name, is_gguf
 from ebft.config.keys.run import BudgetSection
 from ebft.errors import ConfigError
 from ebft.machine import free_disk, gib, peak_resident
@@ -109,7 +109,6 @@ def _check_packages(config: RunConfig) -> list[str]:
         used.append("bitsandbytes")
     file = base_name(config.base_model, config.gguf_file)
     if is_gguf(file):
-        require_gguf(file)
         used.append("gguf")
     attention = usable_attention(config.attn_implementation)
     if attention is not None:

@@ -17,8 +17,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.user_code import user_code
-from ebft.config.user_functions import find_function
+from ebft.config.user_functions import find_function, user_code
 from ebft.data import load, prompts
 from ebft.data.sources import RawRows, read_source
 from ebft.errors import ConfigError

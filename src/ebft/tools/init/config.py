@@ -27,7 +27,7 @@ from ebft.prefix.forward import check_supported
 from ebft.run.config.resolve import SCHEDULES_WITHOUT_WARMUP
 from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
-from ebft.tools.init.fit import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
+from ebft.tools.init.draft import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type
 
 # Examples with another name than their method.

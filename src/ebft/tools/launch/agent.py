@@ -188,9 +188,8 @@ def shell_command(plan: Plan, words: Sequence[str]) -> str:
         own = shlex.join([sys.executable, "-m", "ebft", *words])
         return own if plan.launcher is None else f"# {plan.note}\n{own}"  # no other command starts Ray's workers
     variables = [f"{name}={value}" for name, value in launcher_environment(plan).items()]
-    return " ".join(
-        [*variables, shlex.join([sys.executable, "-m", MODULES[plan.launcher], *launcher_arguments(plan, words)])]
-    )
+    command = [sys.executable, "-m", MODULES[plan.launcher], *launcher_arguments(plan, words)]
+    return " ".join([*variables, shlex.join(command)])
 
 
 def _accelerate(plan: Plan) -> list[str]:

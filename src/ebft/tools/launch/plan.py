@@ -67,7 +67,7 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
         raise ConfigError(problem)
     if is_one:
         return Plan(options, None, 1, 0)
-    if processes == 1 and options.launcher is None:
+    if processes == 1 and options.launcher is None and not options.passed_on:
         return Plan(options, None, 1, gpus, f"Training in one process on one of {gpus} GPUs{reason}." if reason else "")
     plan = Plan(options, options.launcher or ACCELERATE, processes, gpus)
     return replace(plan, note=_note(plan, reason))
@@ -114,7 +114,7 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
             f"use_ray: true starts Ray workers itself, so this cannot be used: {refused}. Set ray_num_workers and "
             "resources_per_worker and run ebft train without a launcher, or set use_ray: false."
         )
-    if not has_ray():
+    if find_spec("ray") is None:
         raise MissingPackageError("use_ray requires the package ray: pip install 'ebft[ray]'")
     workers, resources = config.ray_num_workers, config.resources_per_worker
     each = "one GPU each, or one CPU if Ray has no GPUs"
@@ -123,11 +123,6 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
     where = f"the cluster at {os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
     note = f"Starting {workers} worker{'s' if workers > 1 else ''} with Ray Train on {where} ({each})."
     return Plan(options, RAY, workers, 0, note)
-
-
-def has_ray() -> bool:
-    """Whether the package ray is installed."""
-    return find_spec("ray") is not None
 
 
 def uses_cluster() -> bool:

@@ -100,11 +100,8 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
     if resources is None:
         resources = {"GPU": 1.0} if available.get("GPU") else {"CPU": 1.0}
     wanted = {name: amount * config.ray_num_workers for name, amount in resources.items()}
-    needed = ", ".join(
-        f"{name}: {amount:g} (available: {available.get(name, 0):g})"
-        for name, amount in wanted.items()
-        if amount > available.get(name, 0)
-    )
+    lacking = [(name, amount) for name, amount in wanted.items() if amount > available.get(name, 0)]
+    needed = ", ".join(f"{name}: {amount:g} (available: {available.get(name, 0):g})" for name, amount in lacking)
     if not needed:
         return resources
     if not uses_cluster():

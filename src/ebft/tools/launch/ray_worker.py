@@ -14,7 +14,7 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 from transformers import TrainerCallback
 
-from ebft.config.user_code import place_of
+from ebft.config.user_functions import place_of
 from ebft.errors import EBFTError, LaunchError, doing, told
 from ebft.printed import say, traced
 from ebft.processes import join_ray

@@ -78,9 +78,7 @@ def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
             section = section_of(getattr(RunConfig.model_fields.get(key), "annotation", None))
             problem = ""
             if str(key).strip() in _OWN:
-                problem = (
-                    "it cannot be swept: each run has a folder in output_dir, and resumes from its own checkpoints"
-                )
+                problem = "it cannot be swept: each run has a folder in output_dir and resumes from its own checkpoints"
             elif grid and not (isinstance(values, list) and values):
                 problem = f"expected a list of values, got {values!r:.60}"
             elif section is not None and any(isinstance(value, dict) for value in (values if grid else [values])):
@@ -147,9 +145,7 @@ class Sweep:
             with prefixed(f"The run {run.name} of the sweep"):
                 configs.append(check(self._overrides(run)))
         if configs[0].resume_from_checkpoint is not None:
-            raise ConfigError(
-                "resume_from_checkpoint: each run of a sweep resumes from its own checkpoints. Remove it."
-            )
+            raise ConfigError("resume_from_checkpoint: each run of a sweep resumes from its own. Remove it.")
         self.folder = Path(configs[0].output_dir)
         for run in runs:
             run.output_dir = str(self.folder / run.name)
@@ -302,12 +298,8 @@ def _identity(config: RunConfig, folder: Path) -> str:
 def _command(words: Sequence[str], received: list[int], quiet: bool = False) -> int:
     """Run `ebft WORDS` and pass signals on to it; returns its exit status, 128 + n after signal n."""
     output = subprocess.DEVNULL if quiet else None
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ebft", *words],
-        env={**os.environ, PARENT: str(os.getpid())},
-        stdout=output,
-        start_new_session=True,
-    )
+    command, environment = [sys.executable, "-m", "ebft", *words], {**os.environ, PARENT: str(os.getpid())}
+    process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
     sent = 0
     while process.poll() is None:
         for number in received[sent:]:
