@@ -2,12 +2,8 @@
 
 import json
 import os
-import shutil
-import signal
 import stat
-import subprocess
 import sys
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -108,27 +104,6 @@ def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measu
     assert not is_running((tmp_path / "calls.pid").read_text()), "a process of the part that hung was left"
 
 
-def test_a_signal_ends_the_part_and_stores_its_rows(measure, monkeypatch, tmp_path):
-    arrived, wait, number = [], gpu.wait, signal.SIGTERM
-
-    def hung_up(process, seconds, _):
-        while not (tmp_path / "calls.pid").exists():
-            time.sleep(0.02)
-        arrived.extend([number, signal.SIGHUP])  # twice, as from the terminal and from its shell
-        return wait(process, seconds, arrived)
-
-    monkeypatch.setattr(gpu, "signals", lambda: arrived)
-    monkeypatch.setattr(gpu, "wait", hung_up)
-    found = measure("--parts", "step", "methods", step="hang")
-    assert found.code == 128 + number and [call[0] for call in found.calls] == ["step"]
-    assert found.parts["step"]["rows"] == [{"side": "ours", "seconds": 1.5}] and "| ours | 1.5 |" in found.page
-    assert f"interrupted by {number.name} after" in found.parts["step"]["error"]
-    arrived.clear()
-    monkeypatch.setattr(gpu, "wait", wait)
-    assert [call[0] for call in measure("--parts", "step", "methods").calls] == ["step", "methods"]
-    assert not is_running((tmp_path / "calls.pid").read_text())
-
-
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "GEMM_SIZE", {"cpu": 64, "cuda": 64})
@@ -196,14 +171,3 @@ def test_runs_without_a_finite_loss_are_wrong(setting, monkeypatch):
     report = gpu_parts.Report()
     gpu_parts.vllm(setting, report)
     assert report.content["wrong"] == [f"{name}: losses [nan]" for name in ("generate", "colocate", "managed")]
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_the_plan_needs_only_the_standard_library():
-    """`make gpu OPTIONS=--plan` in a clone where nothing is installed, with an interpreter without packages."""
-    make = ["make", "--silent", "gpu", "OPTIONS=--plan", "VENV=.no-venv", f"PYTHON={sys.executable} -S"]
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
-    done = subprocess.run(make, cwd=gpu.ROOT, capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in gpu.PARTS) and "Not installed for" in done.stdout
-    assert not (gpu.ROOT / ".no-venv").exists()

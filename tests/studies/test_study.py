@@ -9,16 +9,12 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-import data
 import ends
-import numpy as np
 import pytest
 import report
-import run
 import torch
 from cells import CELLS, Study, config_file, length_of
-from intervals import Measured, difference, over_seeds, spread_of_files, spread_of_seeds, t_quantile
-from measure import Sampler
+from intervals import difference, over_seeds, spread_of_seeds, t_quantile
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -27,7 +23,6 @@ from ebft.tools.quickstart import smollm2 as catalogs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "studies" / "smollm2" / "results"
-PROMPTS = ["def f(x):", "a longer prompt than the other one:", "x", "def g(y, z): return"]
 
 
 @cache
@@ -47,11 +42,6 @@ def cell(group: str, seed: int, weights: tuple[float, ...] = (1.0, 3.0), **sums:
     of_each = lambda values: dict.fromkeys(sums, values)
     files = [f"{number}.py" for number in range(len(weights))]
     return {"cell": place, "sums": sums, "weights": of_each(list(weights)), "files": of_each(files)}
-
-
-def measured(sums, weights=None, files=None) -> Measured:
-    weights = [1.0] * len(sums) if weights is None else weights
-    return Measured(list(sums), list(weights), [str(i) for i in range(len(sums))] if files is None else files)
 
 
 def study_in(folder: Path, is_tiny: bool = False) -> Study:
@@ -97,30 +87,6 @@ def test_the_table_of_the_results_page_is_printed_from_the_stored_results():
     assert "| translation-base-sft_flops | +0.293 ± 0.048* |" in table
 
 
-def test_results_on_other_documents_are_errors(tmp_path):
-    """Neither a table nor a run may mix results on documents that differ."""
-    study = study_in(tmp_path)
-    for part in ("train", "warm", "validation", "test", "long"):
-        data.write_rows(study.data(part), [{"input": part, "output": "x", "file": "a/b"}])
-    made_from = data.make_data(study)
-    assert data.make_data(study) == made_from, "documents.json is written once"
-    data.write_rows(study.data("test"), [{"input": "other", "output": "x", "file": "a/b"}])
-    with pytest.raises(ValueError, match="translation_test in .*: other documents"):
-        data.make_data(study)
-    result = {"cell": {}, "documents": {"translation_test": "other"}, "measured_on": {}, "per_document": {}}
-    run.write_result(study.results / "cells" / "a.json", result)
-    with pytest.raises(ValueError, match=r"a.json was measured on other documents"):
-        report.load_cells(study.results)
-
-
-def test_no_two_parts_share_a_file_or_a_text(tmp_path):
-    found = data.translations(study_in(tmp_path, is_tiny=True), len)
-    assert [len(found[part]) for part in ("train", "warm", "validation", "test", "long")] == [6, 2, 2, 2, 1]  # halves
-    for column in ("file", "input"):
-        values = [{row[column] for row in found[part]} for part in ("train", "warm", "validation", "test")]
-        assert len(set().union(*values)) == sum(map(len, values)), column
-
-
 CATALOG = """
 #. Default: "Show all of the entries"
 #: app/list.py:7 app/other.py:3
@@ -148,21 +114,6 @@ def test_spread_of_seeds_is_students_interval():
         assert t_quantile(degrees) == pytest.approx(quantile, abs=0.001), degrees
 
 
-def test_spread_of_files_is_that_of_resampling_them():
-    """Files of one to four documents that are alike, of unequal weights, some of them 0."""
-    generator = np.random.default_rng(0)
-    files = np.repeat(np.arange(120), generator.integers(1, 5, size=120))
-    weights = generator.integers(0, 30, size=len(files)).astype(float)
-    sums = weights * (generator.normal(2.0, 0.7, size=120)[files] + generator.normal(0.0, 0.2, size=len(files)))
-    by_file = [np.bincount(files, values, minlength=120) for values in (sums, weights)]
-    draws = generator.integers(0, 120, size=(20_000, 120))
-    resampled = by_file[0][draws].sum(1) / by_file[1][draws].sum(1)
-    found = spread_of_files(measured(sums, weights, [str(file) for file in files]))
-    assert found == pytest.approx(1.98 * resampled.std(), rel=0.03)
-    assert found > 1.3 * spread_of_files(measured(sums, weights)), "documents of one file are no independent evidence"
-    assert math.isnan(spread_of_files(measured([1.0, 2.0], files=["a", "a"])))
-
-
 def test_differences_are_paired_by_seed_and_document():
     cells = [cell("raw-base-sft", seed, ce=[seed + 1.0, 9.0 * seed]) for seed in range(3)]
     cells += [cell("raw-base-ebft-centre", seed, ce=[seed + 0.5, 9.0 * seed - 1.5]) for seed in range(3)]
@@ -185,32 +136,6 @@ def model():
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(tokenizer_of()), **shape, num_key_value_heads=1, initializer_range=0.3)
     return LlamaForCausalLM(config).eval()
-
-
-def sampler(model, **settings) -> Sampler:
-    return Sampler(model, tokenizer_of(), **{"max_new_tokens": 24, **settings})
-
-
-def test_greedy_completions_are_those_of_generate(model):
-    tokenizer = tokenizer_of()
-    found = sampler(model, rows=3).complete(PROMPTS, 1, 0.0)
-    for prompt, (text,) in zip(PROMPTS, found):
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        wanted = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=tokenizer.eos_token_id)
-        assert text == sampler(model).text(wanted[0, ids.shape[1] :].tolist())
-
-
-def test_noise_belongs_to_prompt_and_sample(model):
-    """Not to the other rows of the batch, nor to those that have left it."""
-    alone, together = (sampler(model, rows=rows).complete(PROMPTS, 3, 1.0) for rows in (1, 64))
-    assert alone == together and len({text for texts in together for text in texts}) > 4
-
-
-def test_a_completion_ends_with_its_line_or_its_end_token(model):
-    tokenizer = tokenizer_of()
-    ids = [*tokenizer(" Le fichier")["input_ids"], tokenizer.eos_token_id]
-    assert sampler(model)._has_ended(ids) and sampler(model).text(ids) == " Le fichier"
-    assert sampler(model).text(tokenizer(" Le fichier\nEnglish: next")["input_ids"]) == " Le fichier\n"
 
 
 @pytest.mark.slow
