@@ -15,7 +15,7 @@ SIZES = {
     "large": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
 WARM = {"small": (2000, 3e-3), "large": (2500, 2e-3)}  # steps of 64 texts from scratch, and rate; it decays to 0
-BUDGET = {"small": 1e12, "large": 8e12}  # FLOPs of every run
+BUDGET = {"small": 1e12, "large": 8e12}  # FLOPs of every run, except that RLVR has at most 400 steps
 RATES = {"small": 3e-4, "large": 1e-4}  # of EBFT and RLVR where nothing else is said; SFT has ten times as much
 
 # Settings: what each changes in its method's config.
@@ -80,7 +80,7 @@ def planned() -> Iterator[Cell]:
     """All runs in their order: what answers most comes first."""
     for seed in range(3):
         for size in SIZES:
-            for source in ("brackets", "traces", "sentences"):
+            for source in ("traces", "brackets", "sentences"):
                 yield from [Cell(source, size, "start")] if not seed else []
                 for setting, rate in (("", 1.0), ("decay", 1.0), ("", 0.1)):
                     yield Cell(source, size, "sft", setting, rate, seed)
