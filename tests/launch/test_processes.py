@@ -64,7 +64,10 @@ def test_processes_with_different_configs_are_refused(run_file, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("fsdp=true fsdp_config.transformer_layer_cls_to_wrap=Bogus", "ValueError: Could not find the transformer layer class Bogus"),
+        (
+            "fsdp=true fsdp_config.transformer_layer_cls_to_wrap=Bogus",
+            "Could not find the transformer layer class Bogus",
+        ),
         ("plugins=[tests.launch.plugins.FailsOnRankOne] --launcher torchrun", "ValueError: rank one is broken ("),
     ],
 )
