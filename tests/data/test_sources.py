@@ -138,6 +138,8 @@ def test_links_to_folders_are_followed(write):
 @pytest.mark.parametrize(
     ("files", "path", "keys", "message"),
     [
+        ({"rows.jsonl": LINES}, "rows.jsonl", {"shards": 6}, "shards: 6 is more than its 3 rows"),
+        ({"a.jsonl": LINES}, "a.jsonl", {"type": "nemo_gym", "data_files": "a.jsonl"}, "one JSONL file, without data"),
         ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
         ({"own.py": "class Own(datasets.GeneratorBasedBuilder):\n    pass", "README.md": "Rows."}, "", {},
          "made by its loading script own.py, which is not run"),

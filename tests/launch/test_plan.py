@@ -62,6 +62,7 @@ def test_the_number_of_processes_and_the_line_about_it(planned, gpus, keys, opti
     [
         (0, {**MACHINES, "machine_rank": 2}, "requires --machine-rank, 0 to 1"),
         (0, {**MACHINES, "num_processes": 3}, "must be a multiple of --num-machines 2. Use 2"),
+        (0, {"num_processes": 2, "passed_on": ("--use_fsdp",)}, "--use_fsdp after --: ebft train sets it"),
         (2, {"num_processes": 3}, "--num-processes 3 exceeds the number of visible GPUs, 2"),
     ],
 )

@@ -94,3 +94,7 @@ def runs_a_program(prompts, code):
     if code[0] is not None:
         os._exit(code[0])
     program.wait()
+
+
+def always_ends(prompts, **_):
+    os._exit(0)

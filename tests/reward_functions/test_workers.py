@@ -89,3 +89,11 @@ def test_errors_of_functions_say_where(workers):
     with pytest.raises(RewardError, match="one_too_few returned 1 rewards for 2 completions"):
         pool.parallel(functions.one_too_few)(prompts=prompts)
     assert pool.parallel(functions.generates)(prompts=prompts) == [1.0] * 4
+
+
+def test_a_function_whose_process_always_ends_is_an_error(workers):
+    call = workers().parallel(functions.always_ends)
+    with pytest.warns(UserWarning, match=r"always_ends ended its process twice \(exit code 0\)"):
+        assert call(prompts=["a"] * 4) == [None] * 4
+    with pytest.raises(RewardError, match="always_ends ended its process twice .* in each of its last calls"):
+        call(prompts=["a"] * 12)

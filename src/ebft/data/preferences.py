@@ -178,6 +178,8 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
 
     def check(row: Mapping[str, Any]) -> dict[str, Any]:
         ids, labels = _ids(row, "input_ids", hint, len(tokenizer)), _ids(row, "labels", hint, num_labels)
+        if len(ids) != len(labels):
+            raise DataError(f"labels has {len(labels)} entries, but input_ids has {len(ids)}.")
         kept = slice(config.sequence_len)
         is_empty = all(label == IGNORE for label in labels[kept])
         reason = NO_STEP if is_empty else TRUNCATED if len(ids) > config.sequence_len else ""
@@ -191,9 +193,8 @@ def _ids(row: Mapping[str, Any], name: str, hint: str, vocabulary: int) -> list[
     """The token ids of a field; of labels, IGNORE as well."""
     check_fields(row, [name], hint)
     ids = plain(row[name])
-    unknown = next(
-        (token for token in ids if not 0 <= token < vocabulary and (name, token) != ("labels", IGNORE)), None
-    )
+    known = range(vocabulary)  # Arrow would round 1.5 in silence
+    unknown = next((token for token in ids if token not in known and (name, token) != ("labels", IGNORE)), None)
     if unknown is not None:
         raise DataError(f"{name} contains {unknown}, which is not one of {vocabulary} tokens or classes (num_labels).")
     return ids

@@ -108,6 +108,8 @@ def repository_of(folder: Path, entry: Any) -> Repository | None:
             f"{', '.join(names)}."
         )
     kind = type(builder.config).__module__.rpartition(".")[2]
+    if entry.ds_type not in (None, kind):
+        raise DataError(f"{entry.path}: ds_type: {entry.ds_type}, but this dataset repository has {kind} files.")
     files = {str(split): [Path(path) for path in paths] for split, paths in builder.config.data_files.items()}
     refuse_pointers([path for paths in files.values() for path in paths], entry.path)
     read = {path for paths in files.values() for path in paths}

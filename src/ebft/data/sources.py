@@ -42,6 +42,8 @@ def read_source(entry: Any) -> Dataset:
     with `data_files`. Raises DataError that names the file and row, or the missing path.
     """
     rows = _read_all(entry)
+    if entry.shards is not None and entry.shards > len(rows):
+        raise DataError(f"{entry.path}: shards: {entry.shards} is more than its {len(rows)} rows.")
     return rows if entry.shards is None else rows.shard(entry.shards, entry.shards_idx, contiguous=False)
 
 
@@ -124,6 +126,8 @@ def _read_all(entry: Any) -> Dataset:
     if path is None:
         return load_hub(entry)
     if reads_lines(entry.type):
+        if entry.data_files or not path.is_file():
+            raise DataError(f"{entry.path}: type: {entry.type} reads one JSONL file, without data_files.")
         lines = [line for line in read_text(path).split("\n") if line.strip()]
         return take_split({file_formats.DEFAULT_SPLIT: Dataset.from_dict({"line": lines})}, entry.split, entry.path)
     if saved_to_disk(path) and not names_a_format(entry):

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -152,6 +152,7 @@ def chunks(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], 
 
 
 NAME = "ebft reward function"  # of the processes
+_DEATHS = 8  # after which a function whose process always ends is an error
 _GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
 Rewards = list[float | None]
 RewardFunction = Callable[..., Rewards]
@@ -226,6 +227,7 @@ class RewardWorkers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="ebft-rewards")
         self._warned: set[str] = set()
+        self._deaths: Counter[str] = Counter()  # by function, since its last result
 
     def close(self) -> None:
         """Stop the processes and what they call."""
@@ -263,12 +265,15 @@ class RewardWorkers:
         try:
             for _ in range(2):
                 try:
-                    return worker.call(self._timeout, function, group)
+                    found = worker.call(self._timeout, function, group)
+                    self._deaths[function.__qualname__] = 0
+                    return found
                 except TimeoutError:
                     worker.stop()
                     return f"took longer than {self._timeout:g} s (reward_timeout)"
                 except BrokenProcessPool:
                     reason = f"ended its process twice (exit code {worker.stop()})"
+                    self._deaths[function.__qualname__] += 1
                     if interrupted.is_set():
                         break
         finally:
@@ -283,6 +288,8 @@ class RewardWorkers:
                 f"{function.__module__}; they have printed why. {_GUARD} A function of a notebook, or of code without "
                 "a file, must be moved to a module."
             )
+        if self._deaths[name] >= _DEATHS:
+            raise RewardError(f"The reward function {name} {reason}, as in each of its last calls: no reward is left.")
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(

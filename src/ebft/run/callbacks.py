@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,36 @@ class StopRequested(KeyboardInterrupt):
     """A signal arrived at a point where the run can stop immediately."""
 
 
+_held = threading.local()  # the signals that a thread had blocked before it forks
+
+
+def _before_fork() -> None:
+    _held.mask = signal.pthread_sigmask(
+        signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP]
+    )  # Python would drop it in a new process
+
+
+def _after_fork() -> None:
+    with suppress(StopRequested):  # of the parent, which has noted the request
+        signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+
+
+def _after_fork_in_child() -> None:
+    """Give processes that user code forks, such as workers of a multiprocessing.Pool, the handlers of Python."""
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_IGN,
+    }
+    for number, default in defaults.items():  # a step may need the process until it is saved
+        if getattr(signal.getsignal(number), "__func__", None) is StopOnSignal._on_signal:
+            signal.signal(number, default)
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
 class StopOnSignal(TrainerCallback):
     """Stops a run on Ctrl-C, SIGTERM or SIGHUP: immediately, or where that is not possible, after the step or the save.
 
@@ -179,7 +209,6 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self.command = command
-        self._process = os.getpid()
         self.requested = False
         self.signal_number: int = signal.SIGINT
         self.is_saving_model = False  # set while the final model is saved
@@ -203,13 +232,6 @@ class StopOnSignal(TrainerCallback):
         return signal_handler(SIGNALS, self._on_signal) if is_main else nullcontext()
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._process:  # forked by user code, and a step may need it after SIGHUP until it is saved
-            if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-            elif number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return
         if self.requested:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

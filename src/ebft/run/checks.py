@@ -152,7 +152,6 @@ def _check_not_overwritten(config: RunConfig) -> None:
                 raise ConfigError(
                     f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, whose "
                     "files are all read as data, so that this or a later run would read the files of this run. "
-                    "whose files are read as data, so that this or a later run would read the files of this run. "
                     "Set output_dir to another folder, or name the files in data_files."
                 )
     for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):

@@ -73,6 +73,14 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
     return replace(plan, note=_note(plan, reason))
 
 
+# Options of launchers that `ebft train` sets, or that would replace keys of the config.
+_OURS = {
+    *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
+    *("mixed_precision", "dynamo_backend", "use_deepspeed", "use_fsdp", "nproc_per_node", "nnodes", "node_rank"),
+    *("master_addr", "master_port", "standalone", "local_addr", "no_python", "run_path", "module"),
+}
+
+
 def _problems(options: LaunchOptions, processes: int, gpus: int) -> Iterator[str]:
     machines, rank, given = options.machines, options.machine_rank, options.words()
     if machines == 1 and (rank or options.main_process_ip):  # rank 0 is the only machine
@@ -87,6 +95,9 @@ def _problems(options: LaunchOptions, processes: int, gpus: int) -> Iterator[str
         )
     elif options.launcher == PYTHON and given[2:] not in ([], ["--num-processes", "1"]):
         yield "--launcher python trains in one process, so the other options of a launch have no effect. Remove them."
+    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in options.passed_on if word[:1] == "-"}
+    if ours := sorted(names & _OURS):
+        yield f"--{ours[0]} after --: ebft train sets it. Use its own option before --, or the key of the config."
     if processes % machines:
         yield (
             f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
