@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
 from cells import HERE
@@ -37,12 +36,12 @@ def read() -> Results:
 
 def table(groups: Results, place: str) -> str:
     """A row for each group of a source and size: means over seeds, and half of their range."""
-    lines = [f"| run | seeds | {' | '.join(METRICS.values())} | better than SFT |", "| --- " * (len(METRICS) + 3) + "|"]
-    baseline = [groups[name] for name in (f"{place}-sft", f"{place}-sft-decay") if name in groups]
+    lines = [f"| run | seeds | {' | '.join(METRICS.values())} | beyond SFT |", "| --- " * (len(METRICS) + 3) + "|"]
+    baselines = [seeds for name, seeds in groups.items() if name.startswith(f"{place}-sft")]
     for name, seeds in groups.items():
         if name.startswith(f"{place}-"):
             cells = [spread([seed[metric] for seed in seeds]) for metric in METRICS]
-            won = "" if "-ebft" not in name and "-structured" not in name else wins(seeds, baseline)
+            won = "" if "-ebft" not in name and "-structured" not in name else wins(seeds, baselines)
             lines.append(f"| {name.removeprefix(f'{place}-')} | {len(seeds)} | {' | '.join(cells)} | {won} |")
     return "\n".join(lines)
 
@@ -53,10 +52,12 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f}" + (f" ± {half:.3f}" if half else "")
 
 
-def wins(seeds: list[dict[str, Any]], baselines: Iterable[list[dict[str, Any]]]) -> str:
-    """At how many temperatures the frontier of validity against coverage is above those of all SFT runs."""
-    above = [point for point in curve(seeds) if all(beyond(point, curve(other)) for other in baselines)]
-    return f"{len(above)} of {len(curve(seeds))}"
+def wins(seeds: list[dict[str, Any]], baselines: list[list[dict[str, Any]]]) -> str:
+    """At how many temperatures no SFT run has, at any temperature, as many valid samples and as good a coverage."""
+    others = [point for each in baselines for point in curve(each)]
+    worse = lambda one, other: other[0] <= one[0] and other[1] >= one[1]
+    points = curve(seeds)
+    return f"{sum(not any(worse(one, other) for other in others) for one in points)} of {len(points)}"
 
 
 def curve(seeds: list[dict[str, Any]]) -> list[tuple[float, float]]:
@@ -64,18 +65,6 @@ def curve(seeds: list[dict[str, Any]]) -> list[tuple[float, float]]:
     temperatures = seeds[0]["temperatures"]
     mean = lambda key, name: statistics.fmean(seed["temperatures"][key][name] for seed in seeds)
     return [(mean(key, "coverage"), mean(key, "valid")) for key in temperatures]
-
-
-def beyond(point: tuple[float, float], others: list[tuple[float, float]]) -> bool:
-    """Whether `point` has more valid texts than the line through `others` at its coverage, or covers more than all."""
-    coverage, valid = point
-    line = sorted(others)
-    if coverage < line[0][0]:
-        return True
-    for (left, low), (right, high) in zip(line, line[1:]):
-        if left <= coverage <= right:
-            return valid > low + (high - low) * (coverage - left) / max(right - left, 1e-9)
-    return valid > max(valid for _, valid in line)
 
 
 def draw(groups: Results) -> None:
