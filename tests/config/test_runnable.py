@@ -30,7 +30,6 @@ def test_partitioned_parameters(make, monkeypatch, method):
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"deepspeed": "zero2"}, "Needed for training: deepspeed requires the package deepspeed: pip install 'ebft[deep"),
-    ({"use_swanlab": True}, "Needed for training: report_to: swanlab is not installed. Run `pip install swanlab`"),
     ({"optimizer": "paged_adamw_8bit"}, "Needed for training: optimizer: paged_adamw_8bit: You need to"),
     ({"use_ray": True}, "Needed for training: use_ray requires the package ray: pip install 'ebft[ray]'"),
     *(({"rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": mode}, "adapter": "lora", "micro_batch_size": 8,
