@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ebft.errors import ModelError
 from ebft.models.adapter import load_saved_adapter
-from ebft.models.weight_files import adapted_head
+from ebft.models.files import adapted_head
 
 
 def adapter(folder, **settings):

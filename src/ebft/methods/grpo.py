@@ -19,7 +19,7 @@ from ebft.config.user_functions import find_function
 from ebft.errors import ConfigError
 from ebft.methods import method, nemo_gym
 from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method, MethodConfig, Needs
-from ebft.models.weight_files import reward_problem
+from ebft.models.files import reward_problem
 
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows

@@ -14,7 +14,7 @@ from pydantic import Field
 from ebft.config.section import Section
 from ebft.data.transforms import PreferenceColumns
 from ebft.methods.method import Method, class_at
-from ebft.models.weight_files import adapted_head, adapted_heads
+from ebft.models.files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
     from ebft.machine import Machine

@@ -21,7 +21,8 @@ from ebft.errors import ModelError, doing, prefixed, shortened, some_of, warn
 from ebft.files import ADAPTER_CONFIG
 from ebft.models import adapter_targets as targets
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
-from ebft.models.weight_files import WeightFiles, adapter_file, refuse_pointers
+from ebft.models.files import refuse_pointers
+from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.transformers_internals import stored_names
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.errors import ModelError
-from ebft.models.weight_files import TASKS
+from ebft.models.files import TASKS
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # types of weights that are numbers and nothing else
 

@@ -21,7 +21,7 @@ from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, doing, shortened, warn
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
-from ebft.models.weight_files import refuse_pointers
+from ebft.models.files import refuse_pointers
 from ebft.models.weights import load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 
 GENERATION_CONFIG = "generation_config.json"

@@ -23,8 +23,9 @@ from transformers.integrations import is_fsdp_enabled
 
 from ebft.errors import ModelError, doing, some_of, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
+from ebft.models.files import refuse_classifier
 from ebft.models.quantised_experts import is_packed
-from ebft.models.weight_files import WeightFiles, refuse_classifier, weight_files
+from ebft.models.weight_files import WeightFiles, weight_files
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
 _TEXT = re.compile("|".join(TEXT_NAMES))

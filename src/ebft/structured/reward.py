@@ -29,8 +29,8 @@ from ebft.machine import copy_to
 from ebft.models import pretrained
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import SCORE, backbone_of, end_token_ids
+from ebft.models.files import reward_problem
 from ebft.models.sharding import is_sharded
-from ebft.models.weight_files import reward_problem
 from ebft.prefix.forward import run_wrapped, take_programs
 from ebft.prefix.parity import compare, refusing
 from ebft.prefix.sampling import on_device

@@ -25,9 +25,10 @@ from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.adapter_targets import fused_experts
+from ebft.models.files import refuse_classifier
 from ebft.models.load import weights_dtype
 from ebft.models.pretrained import REWRITE_BASE
-from ebft.models.weight_files import WeightFiles, adapter_file, refuse_classifier
+from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 

@@ -16,8 +16,8 @@ from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import DataError, ModelError, doing
 from ebft.files import json_object, read_text
+from ebft.models.files import refuse_classifier
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
-from ebft.models.weight_files import refuse_classifier
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
