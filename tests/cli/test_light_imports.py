@@ -31,9 +31,7 @@ CHECKED = """
 base_model: some/model
 datasets: [{path: some/data, type: chat_template}]
 optimizer: sgd
-optim_args: {momentum: 0.9}
-lr_scheduler: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
+lr_scheduler: cosine
 report_to: none
 bf16: true
 attn_implementation: sdpa
