@@ -14,7 +14,6 @@ import pickle
 import signal
 import sys
 import threading
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ebft.config.user_functions import user_code
-from ebft.errors import ConfigError, RewardError, doing
+from ebft.errors import ConfigError, RewardError, doing, warn
 
 _ATOMS = (int, float, str, bool)
 
@@ -292,11 +291,7 @@ class RewardWorkers:
             raise RewardError(f"The reward function {name} {reason}, as in each of its last calls: no reward is left.")
         if name not in self._warned:
             self._warned.add(name)
-            warnings.warn(
-                f"{name} {reason} for the completions of a prompt, which get no reward from it. This warning is given "
-                "once.",
-                stacklevel=2,
-            )
+            warn(f"{name} {reason} for the completions of a prompt, which get no reward from it (said once).")
         return [None] * size
 
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -453,11 +453,13 @@ class OverTrainer(Trainer):
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
-        logging.disable(logging.WARNING)  # that settings differ, and that the best checkpoint is in another place
-        try:
+        wrong = ("do not match the ones in the `trainer_state.json`", "recorded in the resumed state does not exist")
+        keep = lambda record: not any(text in record.getMessage() for text in wrong)
+        with ExitStack() as stack:  # this run's settings apply, and the best checkpoint is looked for below
+            for logger in map(logging.getLogger, ("transformers.trainer", "transformers.trainer_utils")):
+                logger.addFilter(keep)
+                stack.callback(logger.removeFilter, keep)
             found = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
-        finally:
-            logging.disable(logging.NOTSET)
         if resume_from_checkpoint is not None:
             resumed = Path(resume_from_checkpoint)
             self.find_best_checkpoint(resumed / STATE, resumed.parent)
