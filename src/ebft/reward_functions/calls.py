@@ -192,7 +192,7 @@ class _Worker(SpawnContext):
                 os.killpg(process.pid, signal.SIGKILL)
             process.join()
         if pool is not None:
-            pool.shutdown(wait=False)
+            pool.shutdown()  # whose thread has waited for the process too, and may be the one that has the exit code
         return None if process is None else process.exitcode
 
 
