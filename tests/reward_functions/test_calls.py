@@ -37,6 +37,7 @@ def test_rewards_of_callable_objects_are_checked(make):
         assert call(prompts=["a", "b"]) == [1.0, None]
     for rewards, message in (
         ([1.0, float("nan")], "returned nan for completion 1"),
+        ([-1e39, 1.0], "returned -1e\\+39 for completion 0"),
         ({0.5, 1.0}, "returned a set; it must return a list in the completions' order"),
         ({0.5: "a", 1.0: "b"}.keys(), "returned a dict_keys"),
         ([1.0], "returned 1 rewards for 2 completions"),

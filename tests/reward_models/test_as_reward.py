@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from trl import GRPOTrainer
 
 from ebft import RunConfig, load_config, train
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ConfigError, ModelError, NonFiniteLossError
 from ebft.files import ADAPTER_WEIGHTS
 from ebft.run.checks import check_runnable
 from ebft.structured import RolloutGRPOTrainer
@@ -79,6 +80,14 @@ def test_rewards_are_the_scores_of_prompt_and_completion(kind, reward_dirs, mode
     last = [reward for _, _, reward in scored[-4:]]
     assert len(set(last)) > 1
     assert metrics["rewards/out/mean"] == pytest.approx(sum(last) / 4, rel=1e-4)
+
+
+def test_an_infinite_score_stops_training(reward_dirs, model_dir, tmp_path, monkeypatch):
+    """TRL's advantages of it are 0: the step would change nothing without a word."""
+    calculate = GRPOTrainer._calculate_rewards
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda *given: calculate(*given).add(1).mul(torch.inf))
+    with pytest.raises(NonFiniteLossError, match="loss is nan"):
+        train(grpo(model_dir, tmp_path, [str(reward_dirs["full"])]))
 
 
 def test_models_that_cannot_give_rewards_are_refused_before_anything_is_loaded(reward_dirs, model_dir, tmp_path):

@@ -28,6 +28,7 @@ from typing import Any
 from ebft.config.user_functions import user_code
 from ebft.errors import ConfigError, RewardError, doing, warn
 
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards are summed
 _ATOMS = (int, float, str, bool)
 
 
@@ -101,7 +102,7 @@ def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | No
             "completion, or None for no reward."
         )
     for index, value in enumerate(rewards):
-        if value is not None and (isinstance(value, str) or not math.isfinite(value)):
+        if value is not None and (isinstance(value, str) or not abs(value) <= _LARGEST):
             raise RewardError(
                 f"{name} returned {value!r:.80} for completion {index} (prompt {prompts[index]!r:.80}). Rewards must "
                 "be finite numbers, or None for no reward."

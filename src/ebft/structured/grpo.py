@@ -21,7 +21,7 @@ from trl.trainer import grpo_trainer
 
 from ebft.config import rules
 from ebft.data.json_files import with_own_calls
-from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.errors import ConfigError
 from ebft.models.causal_lm import backbone_of, frozen_copy, unwrap_adapter
 from ebft.models.pretrained import disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
@@ -221,16 +221,15 @@ class RolloutGRPOTrainer(OverTRL):
         """Return the rewards of the completions of all processes: (completions, functions). `rows` are this one's."""
         mode = "train" if self.model.training else "eval"
         self.log_mean(mode, "rollouts/reward_s", time.perf_counter() - self._rewards_started)
-        if rewards.isinf().any():  # whose advantages TRL would set to 0
-            names = [name for name, column in zip(self.reward_func_names, rewards.T) if column.isinf().any()]
-            raise NonFiniteLossError(f"The reward {', '.join(names)} is infinite. Rewards are finite numbers or None.")
         self.rewards = rewards
         return rewards
 
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of the loss, computed from `rows` and their completions."""
         # TRL's advantages of equal rewards are not exactly 0 but rounding errors, which Adam would scale up.
-        inputs = inputs | {"advantages": inputs["advantages"].masked_fill(self._without_signal(rows), 0.0)}
+        advantages = inputs["advantages"].masked_fill(self._without_signal(rows), 0.0)
+        # Those of infinite rewards, which a reward model may give, are 0 in TRL; the loss has to show them.
+        inputs = inputs | {"advantages": advantages.masked_fill(self.rewards.isinf().any(), math.nan)}
         if self.generation.server is not None and self.model.training:
             version, step = self.generation.sampled_from
             score = lambda count: self.first_logps(inputs, count)
