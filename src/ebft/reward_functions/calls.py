@@ -7,7 +7,6 @@ its functions need. Nothing here imports PyTorch, which would take every process
 from __future__ import annotations
 
 import inspect
-import math
 import multiprocessing
 import os
 import pickle
