@@ -28,6 +28,8 @@ EBFT = {
     "samples 32": ("ebft.n_samples_per_prompt=32",),
     "diversity 0.5": ("ebft.diversity_coef=0.5",),
     "whitened": ("ebft.use_whitening=true", "ebft.whitening_space=feature"),
+    "blocks of 2": ("ebft.generate_max_len=2", "ebft.stride=2"),
+    "batch 128": ("gradient_accumulation_steps=4",),
     "last token": ("ebft.embed_method=last_token",),
     "lora": ("adapter=lora", "lora_r=8", "lora_alpha=16", "lora_target_linear=true"),
 }
@@ -71,6 +73,8 @@ class Cell:
         rate = RATES[self.size] * self.rate * (10 if self.method == "sft" else 1)
         found = [f"base_model={self.folder / 'start'}", f"datasets.0.path={self.folder / f'train{self.seed}.jsonl'}"]
         found += [f"output_dir={self.model}", f"learning_rate={rate:g}", f"seed={self.seed}"]
+        if self.method == "sft" and self.setting == "tenth":
+            return [*found, f"budget.flops={BUDGET[self.size] / 10}"]
         if self.setting == "decay":
             return [*found, "lr_scheduler=cosine", f"max_steps={round(BUDGET[self.size] / flops_of_a_step)}"]
         return [*found, f"budget.flops={BUDGET[self.size]}", *EBFT[self.setting]]
@@ -79,6 +83,11 @@ class Cell:
 def planned() -> Iterator[Cell]:
     """All runs in their order: what answers most comes first."""
     for seed in range(3):
+        yield from [Cell("moved", "small", "start")] if not seed else []
+        for setting, rate in (("", 1.0), ("decay", 1.0), ("", 0.1), ("tenth", 1.0), ("tenth", 0.3), ("tenth", 0.1)):
+            yield Cell("moved", "small", "sft", setting, rate, seed)
+        for setting, rate in (("", 1.0), ("ce 0.2", 1.0), ("ce 1", 1.0), ("ce 1", 3.0), ("", 3.0)):
+            yield Cell("moved", "small", "ebft", setting, rate, seed)
         for size in SIZES:
             for source in ("traces", "brackets", "sentences"):
                 yield from [Cell(source, size, "start")] if not seed else []

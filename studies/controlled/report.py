@@ -13,6 +13,7 @@ from cells import HERE
 
 RESULTS = HERE / "results"
 METRICS = {"kl": "KL, nats", "valid": "valid", "coverage": "coverage KL", "until_error": "words to error"}
+METRICS |= {"cfm_loss_change": "change of CFM loss"}
 COLOURS = {"start": "0.6", "sft": "tab:blue", "sft-decay": "tab:cyan", "ebft": "tab:red", "ebft-ce_0.2": "tab:orange"}
 COLOURS |= {"ebft-whitened": "tab:purple", "rlvr": "tab:green"}
 Results = dict[str, list[dict[str, Any]]]  # of each group of runs that differ by seed
@@ -40,7 +41,7 @@ def table(groups: Results, place: str) -> str:
     baselines = [seeds for name, seeds in groups.items() if name.startswith(f"{place}-sft")]
     for name, seeds in groups.items():
         if name.startswith(f"{place}-"):
-            cells = [spread([seed[metric] for seed in seeds]) for metric in METRICS]
+            cells = [spread([seed[metric] or 0.0 for seed in seeds]) for metric in METRICS]
             won = "" if "-ebft" not in name and "-structured" not in name else wins(seeds, baselines)
             lines.append(f"| {name.removeprefix(f'{place}-')} | {len(seeds)} | {' | '.join(cells)} | {won} |")
     return "\n".join(lines)
@@ -49,7 +50,7 @@ def table(groups: Results, place: str) -> str:
 def spread(values: list[float]) -> str:
     """Mean ± half of the range."""
     half = (max(values) - min(values)) / 2
-    return f"{statistics.fmean(values):.3f}" + (f" ± {half:.3f}" if half else "")
+    return f"{statistics.fmean(values):.4g}" + (f" ± {half:.2g}" if half else "")
 
 
 def wins(seeds: list[dict[str, Any]], baselines: list[list[dict[str, Any]]]) -> str:

@@ -26,14 +26,14 @@ sys.path.extend(str(folder) for folder in (Path(__file__).resolve().parent, Path
 import torch  # noqa: E402
 from cells import CELLS, HERE, OUTPUT, SIZES, WARM, Cell  # noqa: E402
 from measure import PROMPT, measured  # noqa: E402
-from sources import END, SOURCES, Source, draw  # noqa: E402
+from sources import BEFORE, END, FEW, SOURCES, Source, draw  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from benchmarks.measuring import machine  # noqa: E402
-from ebft import load_config, train  # noqa: E402
+from ebft import evaluate, load_config, train  # noqa: E402
 
-RESULTS, TEXTS = HERE / "results", 60_000
+RESULTS, TEXTS, HELD_OUT = HERE / "results", 60_000, 600
 
 
 def main() -> None:
@@ -64,11 +64,11 @@ def result_of(cell: Cell) -> dict[str, Any]:
     else:
         texts = cell.folder / f"train{cell.seed}.jsonl"
         if not texts.exists():
-            write_texts(texts, cell.source, draw(source, 10_000 + cell.seed, TEXTS))
+            write_texts(texts, cell.source, draw(source, 10_000 + cell.seed, FEW.get(cell.source, TEXTS)))
         overrides = cell.overrides(started["flops"] / started["steps"] / 2)  # 32 texts a step instead of 64
         cost = trained(cell.method, overrides)
     trained_in = time.perf_counter() - began
-    found = measured(source, str(cell.model))
+    found = measured(source, str(cell.model)) | feature_matching(cell, source)
     if cell.method != "start":
         shutil.rmtree(cell.model)
     seconds = {"train": trained_in, "measure": time.perf_counter() - began - trained_in}
@@ -82,7 +82,8 @@ def start(cell: Cell, source: Source) -> Path:
     if not done.exists():
         cell.folder.mkdir(parents=True, exist_ok=True)
         steps, rate = WARM[cell.size]
-        write_texts(cell.folder / "warm.jsonl", cell.source, draw(source, 1, 64 * steps))
+        learned = BEFORE.get(cell.source, SOURCES[cell.source])()
+        write_texts(cell.folder / "warm.jsonl", cell.source, draw(learned, 1, 64 * steps))
         save_random_model(cell.folder / "base", source.words, SIZES[cell.size])
         overrides = [f"base_model={cell.folder / 'base'}", f"datasets.0.path={cell.folder / 'warm.jsonl'}"]
         overrides += [f"output_dir={cell.folder / 'start'}", f"max_steps={steps}", f"learning_rate={rate}"]
@@ -96,6 +97,18 @@ def trained(method: str, overrides: list[str]) -> dict[str, float]:
     result = train(load_config(HERE / "configs" / f"{method}.yaml", overrides))
     cost = {name: result.metrics[f"budget/{name}"] for name in ("documents", "generated_tokens", "flops")}
     return {**cost, "steps": result.trainer.state.global_step}
+
+
+def feature_matching(cell: Cell, source: Source) -> dict[str, Any]:
+    """The CFM loss of blocks of held-out texts in the start's features, less the start's, with its interval."""
+    texts, start = cell.folder / "test.jsonl", cell.folder / "start"
+    write_texts(texts, cell.source, draw(source, 2, HELD_OUT))
+    overrides = [f"base_model={start}", f"datasets.0.path={cell.folder / 'warm.jsonl'}", f"output_dir={cell.model}"]
+    overrides += [f"test_datasets=[{json.dumps({'path': str(texts), 'type': 'ebft_strided_structured.transform'})}]"]
+    found = evaluate(load_config(HERE / "configs" / "ebft.yaml", overrides), [str(start), str(cell.model)]).models[-1]
+    differences = (found.differences, found.difference_intervals) if cell.method != "start" else ({}, {})
+    change, interval = (found.get("cfm_loss") for found in differences)
+    return {"cfm_loss": found.metrics["cfm_loss"], "cfm_loss_change": change, "cfm_loss_interval": interval}
 
 
 def write_texts(path: Path, source: str, texts: list[list[str]]) -> None:

@@ -34,13 +34,14 @@ class Brackets:
 
     kinds, fillers, deepest, longest = "abcdefghijkl", 24, 6, 48
     start = ((), 0)  # open brackets, words so far
+    seed = 0  # of the shares of kinds and words
 
     def __init__(self) -> None:
         self.words = [f"{side}{kind}" for side in "()" for kind in self.kinds]
         self.words += [f"w{number}" for number in range(self.fillers)]
-        self._kinds = {kind: zipf(self.kinds, seed) for seed, kind in enumerate(("", *self.kinds))}
+        self._kinds = {kind: zipf(self.kinds, self.seed + seed) for seed, kind in enumerate(("", *self.kinds))}
         names = self.words[2 * len(self.kinds) :]
-        self._fillers = {kind: zipf(names, 100 + seed) for seed, kind in enumerate(self.kinds)}
+        self._fillers = {kind: zipf(names, self.seed + 100 + seed) for seed, kind in enumerate(self.kinds)}
 
     def moves(self, state: Hashable) -> Moves:
         opened, count = state
@@ -67,6 +68,12 @@ class Brackets:
         """The kind of the first bracket, and how deep the brackets are nested."""
         depths = itertools.accumulate(1 if word[0] == "(" else -1 if word[0] == ")" else 0 for word in text)
         return text[0], max(depths)
+
+
+class Moved(Brackets):
+    """Brackets with other shares of kinds and words: the start knows Brackets and has 200 texts to learn from."""
+
+    seed = 1000
 
 
 class Traces:
@@ -132,7 +139,9 @@ class Sentences:
         return tuple(text)
 
 
-SOURCES: dict[str, type[Source]] = {"brackets": Brackets, "traces": Traces, "sentences": Sentences}
+SOURCES: dict[str, type[Source]] = {"brackets": Brackets, "traces": Traces, "sentences": Sentences, "moved": Moved}
+BEFORE: dict[str, type[Source]] = {"moved": Brackets}  # what the start has learned, if it is another source
+FEW = {"moved": 200}  # the number of training texts, where they are repeated
 
 
 def zipf(names: Sequence[str], seed: int) -> dict[str, float]:

@@ -139,6 +139,7 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run, "WARM", cells.WARM)
     monkeypatch.setitem(sources.SOURCES, "coin", Coin)
     monkeypatch.setattr(run, "TEXTS", 2000)
+    monkeypatch.setattr(run, "HELD_OUT", 20)
     for name, value in {"TEXTS": 40, "SAMPLES": 20, "BATCH": 10}.items():
         monkeypatch.setattr(measure, name, value)
     for module in (run, report):
@@ -152,5 +153,9 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
     assert len({result["kl"] for result in results}) == len(made)  # each changed the model, in its own way
     for cell, result in zip(made[1:], results[1:]):
         assert result["cost"]["flops"] > 2.9e9 and result["cost"]["steps"] > 1, cell.name
+        low, high = result["cfm_loss_interval"]
+        assert low <= result["cfm_loss_change"] <= high
+        assert result["cfm_loss_change"] == pytest.approx(result["cfm_loss"] - results[0]["cfm_loss"], abs=1e-4)
+    assert any(result["cfm_loss_change"] for result in results)
     report.main()
     assert "| ebft-lora | 1 |" in capsys.readouterr().out and (tmp_path / "results" / "frontier.png").stat().st_size
