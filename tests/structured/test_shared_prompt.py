@@ -7,7 +7,7 @@ import torch
 
 from ebft.prefix.attention import suffixes
 from ebft.prefix.forward import prepare
-from ebft.structured.shared_prompt import Prompt, score_completions
+from ebft.structured.scoring import Prompt, score_completions
 from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
 from tests.strided.test_exactness import compare_gradients, with_lora
 from tests.structured import oracle

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.shared_prompt import Rows
+from ebft.structured.scoring import Rows, check_padding
 from ebft.structured.trl import ROW, by_group
+from tests.strided.families import COUNTS_PADDING, RUNNING_STATE, tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import one_step, rows
@@ -98,6 +99,19 @@ def test_models_that_mix_tokens_with_padding_are_refused(chat_tokenizer, build):
     decoder_layers(model)[1].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
     with pytest.raises(ModelError, match="log-probabilities of a padded row differ from those of the plain"):
         build(lora(model))
+
+
+@pytest.mark.parametrize("family", RUNNING_STATE)
+def test_padding_changes_nothing(family):
+    model, before = tiny_model(family).train(), torch.random.get_rng_state()
+    check_padding(model)
+    assert model.training and torch.random.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("family", COUNTS_PADDING)
+def test_states_that_pass_over_padding_are_refused(family):
+    with pytest.raises(ModelError, match="padded.*cannot train this model; SFT, which pads on the right, can"):
+        check_padding(tiny_model(family))
 
 
 @pytest.mark.parametrize(("positions", "shares"), [(40, False), (512, True)])

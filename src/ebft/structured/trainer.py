@@ -29,7 +29,7 @@ from ebft.structured.generation import Row
 from ebft.structured.grpo import RolloutGRPOTrainer, of_this_process
 from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
-from ebft.structured.shared_prompt import up_to_last
+from ebft.structured.scoring import up_to_last
 
 SCALE_EPS = 1e-4  # added to the standard deviation of rewards, as in TRL
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
