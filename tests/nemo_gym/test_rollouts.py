@@ -98,14 +98,14 @@ def test_the_part_with_the_most_sampled_tokens_is_kept_with_one_warning(gym, cli
 NO_IDS = {"prompt_token_ids": None, "generation_token_ids": None, "generation_log_probs": None}
 
 
-@pytest.mark.parametrize(("output", "message"), [
-    ([item([1], [2], **NO_IDS)], "reply without generation_token_ids. Set return_token_id_information: true"),
-    ([item([1], [2], kind="function_call", **NO_IDS), tool(), item([1], [2])], "reply without generation_token_id"),
-    ([item([1], [2, 3], [-1.0])], "1 log-probabilities for 2 sampled tokens"),
+@pytest.mark.parametrize(("output", "error", "message"), [
+    ([item([1], [2], **NO_IDS)], RolloutError, "has no generation_token_ids. Set return_token_id_information: true"),
+    ([item([1], [2], kind="function_call", **NO_IDS), tool(), item([1], [2])], RolloutError, "reply in .* has no gen"),
+    ([item([1], [2, 3], [-1.0])], ValueError, "(?s)longer.*reading the response of the agent tools_simple_agent"),
 ])  # fmt: skip
-def test_malformed_runs(gym, client, output, message):
-    with pytest.raises(RolloutError, match=message):
-        run(gym, client, [{"response": {"output": output}, "reward": 1.0}])
+def test_malformed_runs(gym, client, output, error, message):
+    with pytest.raises(error, match=message):
+        run(gym, client, [([*output], 1.0)])
 
 
 def test_an_empty_reply_is_a_failed_run_and_not_an_error_of_the_setup(gym, client):

@@ -236,16 +236,13 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
             command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]
         process = start_supervisor(command, log, cwd=folder)
         try:
-            deadline, timeout = time.monotonic() + keys.nemo_gym_server_timeout, keys.nemo_gym_server_timeout
+            timeout = keys.nemo_gym_server_timeout
+            deadline = time.monotonic() + timeout
             while not client.is_up():
-                if process.poll() is not None:
-                    code = process.poll()
-                    raise ServerError(f"ng_run exited before NeMo Gym was up (exit code {code}). {log.tail()}")
-                if time.monotonic() > deadline:
-                    raise ServerError(
-                        f"NeMo Gym was not up at {client.head} within {timeout:g} s (nemo_gym_server_timeout). "
-                        f"{log.tail()}"
-                    )
+                if (code := process.poll()) is not None or time.monotonic() > deadline:
+                    how = f"did not start it within {timeout:g} s (nemo_gym_server_timeout)"
+                    how = how if code is None else f"exited before it was up (exit code {code})"
+                    raise ServerError(f"NeMo Gym is not up at {client.head}: ng_run {how}. {log.tail()}")
                 time.sleep(_SERVER_POLL)
             yield
         finally:

@@ -142,9 +142,9 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
     if config.adapter is None:
         return None
     if config.lora_model_dir is None:
-        key, rank, trained_in_full = "lora_r", config.lora_r, config.lora_modules_to_save
+        rank, trained_in_full = config.lora_r, config.lora_modules_to_save
     else:
-        key, path = "lora_model_dir", Path(config.lora_model_dir).expanduser() / ADAPTER_CONFIG
+        path = Path(config.lora_model_dir).expanduser() / ADAPTER_CONFIG
         with doing(f"reading the LoRA rank in {path} (lora_model_dir)"):
             saved = json_object(path)
             rank = max(saved["r"], *(saved.get("rank_pattern") or {}).values(), 0)
@@ -154,12 +154,7 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
             f"lora_modules_to_save: vLLM does not support adapters with fully trained modules "
             f"({', '.join(trained_in_full)}). Remove them, or set trl.use_vllm: false."
         )
-    if rank > RANKS[-1]:
-        raise ConfigError(
-            f"{key}: the adapter's rank {rank} exceeds the maximum of {RANKS[-1]} supported by vLLM. Reduce lora_r, or "
-            "set trl.use_vllm: false."
-        )
-    return next(limit for limit in RANKS if limit >= rank)
+    return next((limit for limit in RANKS if limit >= rank), rank)  # vLLM says that a higher one is not supported
 
 
 def adapter_slots(prefetch_depth: int, serves_agents: bool = False) -> int:
@@ -194,9 +189,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def serves_on_gpu(vllm: VLLMSection, gpus: int) -> bool:
     """Whether the server runs on a GPU, given the number of visible GPUs."""
-    if vllm.device == "cuda" and gpus == 0:
-        raise ConfigError("vllm.device: cuda requires a GPU, but none is available. Remove it, or set it to cpu.")
-    return gpus > 0 and vllm.device != "cpu"
+    return vllm.device == "cuda" or (gpus > 0 and vllm.device != "cpu")
 
 
 def server_gpus(vllm: VLLMSection, gpus: int) -> int:

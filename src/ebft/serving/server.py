@@ -92,10 +92,11 @@ class VLLMServer:
             self._check_alive(self._process, "unexpectedly")
 
     def _check_alive(self, process: subprocess.Popen | None, when: str) -> None:
-        if self.failure is not None:
-            raise ServerError(self.failure)
-        if process is not None and process.poll() is not None and self._watcher is None:
-            raise ServerError(self._ended(process, when))
+        failure = self.failure
+        if failure is None and process is not None and process.poll() is not None and self._watcher is None:
+            failure = self._ended(process, when)
+        if failure is not None:
+            raise ServerError(failure)
 
     def watch(self) -> None:
         """Restart the server, then without adapters, from now on if it exits, with a line on standard error each time.

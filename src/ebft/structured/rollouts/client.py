@@ -106,9 +106,9 @@ class VLLMClient:
             completions = []
             for choice in choices:
                 ids, logps = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
-                if len(ids) != len(logps):
-                    raise RolloutError(f"The vLLM server returned {len(ids)} tokens, {len(logps)} log-probabilities.")
-                completions.append(Completion(ids, [float("nan") if logp is None else logp for logp in logps]))
+                with doing("reading the log-probabilities of the tokens that the vLLM server returned"):
+                    logps = [float("nan") if logp is None else logp for logp, _ in zip(logps, ids, strict=True)]
+                completions.append(Completion(ids, logps))
             if len(completions) == body["n"] and all(completion.ids for completion in completions):
                 return completions
         raise RolloutError(
@@ -139,19 +139,15 @@ class VLLMClient:
                 return response.json() if "json" in response.headers.get("content-type", "") else response.text
             if response.status_code == 404 and body is not None and "model" in body:
                 raise ModelNotServed(f"The vLLM server at {self.address} does not serve {body['model']!r}.")
-            if response.status_code < 500:
-                break
             last = f"{response.status_code}: {shortened(response.text)}"
+            if response.status_code < 500:
+                how = "rejected"
+                break
             if attempt < _ATTEMPTS:
                 await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1))
         else:
-            raise RolloutError(
-                f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Last response: "
-                f"{last}"
-            )
-        raise RolloutError(
-            f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {shortened(response.text)}"
-        )
+            how = f"failed {_ATTEMPTS} times on"
+        raise RolloutError(f"The vLLM server at {self.address} {how} {path}; see its log. Last response: {last}")
 
     async def _wait_until_up(self, last: str | None = None) -> None:
         """Wait until the server responds; `last` is its last response before the connection was lost."""
@@ -240,10 +236,10 @@ async def until_up(
     deadline, has_reported = time.monotonic() + timeout, False
     while (reason := await why_not()) is not None:
         given_up = failure()
+        if given_up is None and time.monotonic() > deadline:
+            given_up = f"{what[0].upper()}{what[1:]} is not ready after {timeout:g} s ({reason}). {hint}"
         if given_up is not None:
             raise RolloutError(given_up)
-        if time.monotonic() > deadline:
-            raise RolloutError(f"{what[0].upper()}{what[1:]} is not ready after {timeout:g} s ({reason}). {hint}")
         if not has_reported:
             has_reported = True
             say(f"Waiting up to {timeout:g} s for {what}.", err=True)
