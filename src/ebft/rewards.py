@@ -218,10 +218,7 @@ def compute_advantages(
 
 
 def _are_equal(values: Tensor, others: Tensor | None) -> Tensor:
-    """Return which groups of `values` (..., N), computed from terms of the size of both, are equal: (..., 1).
-
-    Differences of up to four units in the last place are rounding errors.
-    """
+    """Return which groups of `values` (..., N), from terms of the size of both, are equal up to rounding: (..., 1)."""
     terms = values if others is None else torch.cat([values, others], dim=-1)
     rounding = 4 * torch.finfo(values.dtype).eps * terms.abs().amax(-1, keepdim=True)
     return values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True) <= rounding

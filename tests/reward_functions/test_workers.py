@@ -79,7 +79,7 @@ def test_what_runs_in_this_process(workers):
     for function in ("some/reward-model", judged, judge):
         assert pool.parallel(function) is function
     assert run_in_workers([alarm, judge], 1, None, lambda: 2) == [alarm, judge]
-    assert run_in_workers("some/reward-model", 4, None, lambda: 2) == "some/reward-model"
+    assert run_in_workers(["some/reward-model"], 4, None, lambda: 2) == ["some/reward-model"]
     with pytest.raises((AttributeError, PicklingError)) as caught:
         pool.parallel(lambda **columns: [])
     assert "test_workers.test_what_runs_in_this_process.<locals>.<lambda> to a process" in caught.value.__notes__[0]

@@ -26,7 +26,7 @@ from tests.strided.every_model import NAMES, NOT_BUILT, build
 from tests.strided.families import VOCAB
 from tests.strided.oracle import block_feature, blocks_of, plain_logits
 from tests.structured.rollouts.test_local import later_turns, sample
-from tests.structured.test_shared_prompt import TEMPERATURE, expected, prompts
+from tests.structured.test_scoring import TEMPERATURE, expected, prompts
 
 _REFUSED = {
     "does not support the attention interface": "bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small "

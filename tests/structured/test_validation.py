@@ -15,7 +15,7 @@ from tests.structured.trainers import arguments
     ({"alignment_coef": 0.0, "diversity_coef": 0.0}, "the loss is always 0"),
     ({"temperature": 0.0}, "temperature: 0.0 is invalid"), ({"neftune_noise_alpha": 5}, "neftune_noise_alpha is not"),
     ({"generation_kwargs": {"temperature": 0.1}}, "temperature cannot be set here. Use the option of the same name"),
-    ({"generation_kwargs": {"stop": ["a"]}}, "generation_kwargs: stop is not supported"),
+    ({"generation_kwargs": {"stop": ["a"]}}, "'stop' is not supported"),
     ({"multi_objective_aggregation": "normalize_then_sum"}, "excludes advantage_estimator: rloo. Set adv"),
 ])  # fmt: skip
 def test_refused_arguments(chat_tokenizer, build, changes, message):

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from ebft import EBFTConfig, EBFTTrainer, load_config, train
 from ebft.errors import RolloutError
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from tests.serving.processes import alive, eventually, free_port
 from tests.structured.proxy import COMPLETIONS, Proxy
 from tests.structured.real_text import make_base_model
@@ -122,24 +121,6 @@ def test_serve_and_train_from_the_command_line(base, port, tmp_path, ahead):
     # With prefetching, the second batch was sampled before the first update.
     assert (max(differences(history)) > AGREE) == ahead and max(e["sampling/logp_diff"] for e in steps) < AGREE
     assert any("eval_alignment" in entry for entry in history)
-
-
-def test_rollouts_follow_the_policy(base, port, tmp_path):
-    # A reward that any policy learns at once.
-    spaces = lambda completions, **_: [text.count(" ") / max(1, len(text)) for text in completions]
-    rewards = {}
-    for interval in (1, 1000):
-        options = {"max_steps": 12, "learning_rate": 1e-2, "vllm_sync_interval": interval}
-        args = arguments(tmp_path, port, RolloutGRPOConfig, **options)
-        trainer = make(base, args, RolloutGRPOTrainer, reward_funcs=spaces)
-        trainer.train()
-        steps = steps_of(trainer.state.log_history)
-        rewards[interval] = [entry["reward"] for entry in steps]
-        assert steps[-1]["rollouts/staleness"] == (0 if interval == 1 else 11)
-    mean = lambda values: sum(values) / len(values)
-    # Of 16 completions a step, the mean reward of one step says little.
-    assert mean(rewards[1][-3:]) > mean(rewards[1000]) + 0.2  # the server samples from what was trained
-    assert abs(mean(rewards[1000][6:]) - mean(rewards[1000][:6])) < 0.1  # and would not without the updates
 
 
 def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeypatch):

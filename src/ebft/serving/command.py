@@ -77,7 +77,8 @@ def server_command(
         *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
     if rank is not None:  # adapters are loaded from files, full weights sent between GPUs
-        slots = str(adapter_slots(settings.prefetch_depth, settings.serves_agents))
+        # A version for each prefetched batch, the current one and one that is loaded; agents use copies of two of them.
+        slots = str(settings.prefetch_depth + 2 + 2 * settings.serves_agents)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
     elif on_gpu:
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
@@ -155,15 +156,6 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
             f"({', '.join(trained_in_full)}). Remove them, or set trl.use_vllm: false."
         )
     return next((limit for limit in RANKS if limit >= rank), rank)  # vLLM says that a higher one is not supported
-
-
-def adapter_slots(prefetch_depth: int, serves_agents: bool = False) -> int:
-    """Return the maximum number of adapter versions in use at the same time.
-
-    Each prefetched batch may use a different version, in addition to the current batch's version and the one being
-    loaded. Agents use a copy of the current one under a fixed name, and late requests the copy before it.
-    """
-    return prefetch_depth + 2 + 2 * serves_agents
 
 
 # find_spec is fast, whereas importing vLLM takes half a minute. A folder that happens to be named vllm has no origin.

@@ -43,9 +43,9 @@ def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
     known = {STOPS, *(_VLLM_KWARGS if use_vllm else generate_kwargs())}
     backend = "vLLM's completions" if use_vllm else "generate() (use_vllm: false)"
     reason = f"is not supported with {backend}. Remove it ({STOPS} is supported with all backends)."
-    reasons = {key: reason for key in given if key not in known}
-    reasons |= {key: f"cannot be set here. {why}" for why, keys in _OWN_KWARGS.items() for key in keys.split()}
-    rules.refuse(f"generation_kwargs: {key} {reasons[key]}" for key in given if key in reasons)
+    reasons = {key: f"{key!r} {reason}" for key in given if key not in known}
+    reasons |= {key: f"{key} cannot be set here. {why}" for why, keys in _OWN_KWARGS.items() for key in keys.split()}
+    rules.refuse(f"generation_kwargs: {reasons[key]}" for key in given if key in reasons)
 
 
 @dataclass

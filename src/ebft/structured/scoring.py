@@ -145,11 +145,6 @@ class Rows:
         of_prompts = scores.prompts.split([len(prompt.ids) - 1 for prompt in self.prompts])
         return logps, torch.stack([of_prompts[number].sum() for number in self.of_row])
 
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest sequence."""
-        return max(len(p.ids) + max((len(ids) for ids in _suffixes(p)), default=0) for p in self.prompts)
-
 
 def put_back(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
     """Return the values (R,) as a tensor with the shape of `like`, 0 elsewhere."""
@@ -166,10 +161,7 @@ def _suffixes(prompt: Prompt) -> list[Tensor]:
 
 
 def _predictors(layout: PromptLayout, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """Return the indices of the states that predict the tokens of all completions, and of all references.
-
-    The first token of a suffix is predicted by the last token of its prompt, each later token by the token before it.
-    """
+    """Return the indices of the states, each of the token before, that predict all completions, and all references."""
     completions, references, first = [], [], layout.spans[-1][1]
     for prompt, (_, end), lengths in zip(prompts, layout.spans, layout.suffixes):
         for index, length in enumerate(lengths):
@@ -261,7 +253,8 @@ class SharedPromptScorer:
         """Whether rotary frequencies depend on the length of a sequence, in the rows of any process."""
         if self._most_tokens is None:
             return False
-        trainer, are_longer = self._trainer, rows.longest > self._most_tokens
+        longest = max(len(p.ids) + max(map(len, _suffixes(p)), default=0) for p in rows.prompts)
+        trainer, are_longer = self._trainer, longest > self._most_tokens
         if trainer.accelerator.num_processes > 1:
             of_process = torch.tensor([float(are_longer)], device=trainer.args.device)
             are_longer = bool(trainer.accelerator.reduce(of_process, "sum").item())

@@ -133,11 +133,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         return rewards
 
     def _references(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return the references (B, R) and the mask of their tokens in the cross-entropy.
-
-        The mask is non-zero only for the first sample of each group. `reference_tokens` is the sum of the mask over
-        the generation batch of all processes.
-        """
+        """Return the references (B, R), a mask of the tokens in the cross-entropy, of a group's first, and its sum."""
         conversations = self.generation.conversations(rows)
         ids, masks = [], []
         for index, conversation in enumerate(conversations):

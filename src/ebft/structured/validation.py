@@ -67,11 +67,10 @@ def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool)
         )
 
 
-def check_interactive(args: Any, reward_funcs: Any, trainer_kwargs: dict[str, Any]) -> bool:
+def check_interactive(args: Any, reward_funcs: list, trainer_kwargs: dict[str, Any]) -> bool:
     """Whether user code takes part in rollouts. Raises ConfigError or DataError if it cannot with these arguments."""
     given = [name for name in rules.INTERACTIVE if trainer_kwargs.get(name)]
-    funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    compares = any(isinstance(func, FeatureMatchingReward) for func in funcs)
+    compares = any(isinstance(func, FeatureMatchingReward) for func in reward_funcs)
     rules.refuse(rules.interactive(given, args.async_prefetch, compares, args.reward_num_workers, rules.in_python))
     for name in ("train_dataset", "eval_dataset") if given not in ([], ["rollout_func"]) else ():
         dataset = trainer_kwargs.get(name)
