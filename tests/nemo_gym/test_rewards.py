@@ -17,6 +17,13 @@ def call(client, replies, **more):
     return rewards.VerifyReward(client, client.servers(5.0))(prompts=replies, completions=replies, **given)
 
 
+def test_each_row_is_scored_by_its_server(gym, client):
+    gym.resources("math", lambda body: float(text_in(body) == body["answer"]))
+    gym.resources("length", lambda body: len(text_in(body)) / 10)
+    rows = {"nemo_gym_row": [json.dumps(row("?", answer="4"))] * 3, "nemo_gym_server": ["math", "length", "math"]}
+    assert call(client, ["4", "abc", "5"], **rows) == [1.0, 0.3, 0.0]
+
+
 def test_the_protocol_of_the_page_is_the_one_that_is_read():
     page = blocks_of(ROOT / "docs" / "nemo-gym.md")
     listed = next(block.code for block in page if block.title == "NeMo Gym: the servers")
