@@ -222,7 +222,7 @@ class HTTPClient(httpx2.AsyncClient):
         except httpx2.RequestError as error:
             return told(error)
         is_fine = any_status or response.status_code == 200
-        return None if is_fine else f"{response.url.path} returns status {response.status_code}"
+        return None if is_fine else f"{url} returns status {response.status_code}"
 
     async def until_up(
         self,
