@@ -77,7 +77,7 @@ def server_command(
         *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
     if rank is not None:  # adapters are loaded from files, full weights sent between GPUs
-        # A version for each prefetched batch, the current one and one that is loaded; agents use copies of two of them.
+        # A version for each prefetched batch, the current one and one that is loaded; agents use two copies.
         slots = str(settings.prefetch_depth + 2 + 2 * settings.serves_agents)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
     elif on_gpu:
