@@ -12,7 +12,7 @@ Equation numbers refer to Jelassi et al. 2026 (arXiv 2603.12248). Shapes, in eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -114,10 +114,8 @@ def whiten(
     embeddings.
     """
     _check_pair(samples, reference)
-    if space not in ("feature", "sample"):
-        raise ValueError(f"invalid whitening space {space!r}; expected 'feature' or 'sample'")
-    if samples.shape[-2] < 2:
-        raise ValueError("whitening requires at least 2 samples per group, got 1. Set use_whitening to false")
+    _check_choice("whitening space", space, WhiteningSpace)
+    _check_samples(samples.shape[-2], "whitening (use_whitening)")
     x_ND, y_D = samples.double(), reference.double()
     gram_NN = x_ND @ x_ND.mT
     if samples.shape[-2] <= _MOST_SAMPLES_ON_CPU:
@@ -171,8 +169,7 @@ def unbiased_cfm_loss(samples: Tensor, reference: Tensor) -> Tensor:
     The plug-in estimate exceeds it by the variance of the samples divided by N. Raises ValueError for N < 2.
     """
     _check_pair(samples, reference)
-    if samples.shape[-2] < 2:
-        raise ValueError("the unbiased feature-matching loss requires at least two samples per group")
+    _check_samples(samples.shape[-2], "the unbiased feature-matching loss")
     reference_ND = _per_sample(samples, reference)
     cross = (samples * reference_ND).sum(-1).mean(-1)
     return reference_ND.square().sum(-1).mean(-1) - 2.0 * cross + diversity_rewards(samples).mean(-1) / 2.0
@@ -201,14 +198,11 @@ def compute_advantages(
     Raises ValueError for an unknown estimator or baseline, and for `rloo` or `group_norm` with a single sample.
     """
     n = rewards.shape[-1]
-    if estimator not in ("rloo", "group_norm", "reinforce"):
-        raise ValueError(f"invalid advantage_estimator {estimator!r}; expected 'rloo', 'group_norm' or 'reinforce'")
-    if rloo_baseline not in ("independent", "mean"):
-        raise ValueError(f"invalid rloo_baseline {rloo_baseline!r}; expected 'independent' or 'mean'")
+    _check_choice("advantage_estimator", estimator, AdvantageEstimator)
+    _check_choice("rloo_baseline", rloo_baseline, RlooBaseline)
     if estimator == "reinforce":
         return rewards.clone()
-    if n < 2:
-        raise ValueError(f"advantage_estimator {estimator!r} requires at least 2 samples per group, got {n}")
+    _check_samples(n, f"advantage_estimator {estimator!r}")
     if estimator == "group_norm":
         std = rewards.std(-1, keepdim=True)
         centred = rewards - rewards.mean(-1, keepdim=True)
@@ -224,10 +218,7 @@ def compute_advantages(
 
 
 def _are_equal(values: Tensor, others: Tensor | None) -> Tensor:
-    """Return which groups of `values` (..., N), computed from terms of the size of both, are equal: (..., 1).
-
-    Differences of up to four units in the last place are rounding errors.
-    """
+    """Return which groups of `values` (..., N), from terms of the size of both, are equal up to rounding: (..., 1)."""
     terms = values if others is None else torch.cat([values, others], dim=-1)
     rounding = 4 * torch.finfo(values.dtype).eps * terms.abs().amax(-1, keepdim=True)
     return values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True) <= rounding
@@ -253,6 +244,16 @@ def _diversity_without(diversity: Tensor) -> Tensor:
 def _per_sample(samples: Tensor, reference: Tensor) -> Tensor:
     """Return the reference with a sample dimension that broadcasts to (..., N, D)."""
     return reference.unsqueeze(-2) if reference.dim() == samples.dim() - 1 else reference
+
+
+def _check_choice(name: str, given: str, choices: Any) -> None:
+    if given not in get_args(choices):
+        raise ValueError(f"invalid {name} {given!r}; expected {' or '.join(map(repr, get_args(choices)))}")
+
+
+def _check_samples(count: int, what: str) -> None:
+    if count < 2:
+        raise ValueError(f"{what} requires at least 2 samples per group, got {count}")
 
 
 def _check_pair(samples: Tensor, reference: Tensor) -> None:

@@ -13,30 +13,26 @@ from tests.config.conftest import warned
 
 READ_AS = "type: chat_template, field_messages: responses_create_params.input"
 READ_AS += ", message_field_content: content, message_field_role: role"
+ARITHMETIC = "resources_servers/reasoning_gym/data/train_basic_arithmetic.jsonl"
+TOOL_CALLS = "~/Gym/resources_servers/example_single_tool_call/data/weather_tool_calling.jsonl"
+BOTH = "rl: grpo, chat_template: tokenizer_default, plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin]"
+BOTH += ", nemo_gym_enabled: true, nemo_gym_auto_start: false, nemo_gym_head_port: 11000"
 SINGLE = f"""
-{{base_model: Qwen/Qwen2.5-0.5B-Instruct, rl: grpo, chat_template: tokenizer_default,
+{{{BOTH}, base_model: Qwen/Qwen2.5-0.5B-Instruct, nemo_gym_dir: ~/Gym,
 trl: {{use_vllm: false, num_generations: 4, max_completion_length: 128, temperature: 0.9,
   reward_funcs: [axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify]}},
-plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin],
-nemo_gym_enabled: true, nemo_gym_dir: ~/Gym, nemo_gym_auto_start: false, nemo_gym_head_port: 11000,
-nemo_gym_datasets: [
-  {{path: resources_servers/reasoning_gym/data/train_basic_arithmetic.jsonl, server_name: reasoning_gym}}],
-datasets: [{{path: ~/Gym/resources_servers/reasoning_gym/data/train_basic_arithmetic.jsonl, {READ_AS}}}]}}
+nemo_gym_datasets: [{{path: {ARITHMETIC}, server_name: reasoning_gym}}],
+datasets: [{{path: ~/Gym/{ARITHMETIC}, {READ_AS}}}]}}
 """
-TOOL_CALLS = "~/Gym/resources_servers/example_single_tool_call/data/weather_tool_calling.jsonl"
 MULTI = f"""
-{{base_model: Qwen/Qwen3-0.6B, rl: grpo, chat_template: tokenizer_default, adapter: lora, lora_r: 16, lora_alpha: 32,
-lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj], sequence_len: 2048,
+{{{BOTH}, base_model: Qwen/Qwen3-0.6B, nemo_gym_multi_turn: true, nemo_gym_verify_timeout: 120, sequence_len: 2048,
+adapter: lora, lora_r: 16, lora_alpha: 32, lora_target_modules: [q_proj, k_proj, v_proj], max_steps: 30, bf16: true,
 trl: {{use_vllm: true, vllm_mode: server, vllm_server_host: localhost, vllm_server_port: 8000, vllm_lora_sync: true,
   vllm_sync_interval: 5, use_data_producer: true, async_prefetch: true, num_generations: 4, max_completion_length: 512,
   temperature: 0.8, reward_funcs: [axolotl.integrations.nemo_gym.rewards.reward_env]}},
-plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin], nemo_gym_enabled: true, nemo_gym_auto_start: false,
-nemo_gym_head_port: 11000, nemo_gym_multi_turn: true, nemo_gym_verify_timeout: 120,
 nemo_gym_datasets: [{{path: {TOOL_CALLS}, server_name: example_single_tool_call}}],
-datasets: [{{path: {TOOL_CALLS}, {READ_AS}}}],
-vllm: {{gpu_memory_utilization: 0.85, max_model_len: 2048, tensor_parallel_size: 1}}, learning_rate: 5e-6,
-micro_batch_size: 1, gradient_accumulation_steps: 4, max_steps: 30, gradient_checkpointing: true, bf16: true,
-output_dir: ./outputs/nemo_gym_async, use_wandb: true, wandb_project: nemo-gym-rl}}
+datasets: [{{path: {TOOL_CALLS}, {READ_AS}}}], gradient_accumulation_steps: 4, gradient_checkpointing: true,
+vllm: {{gpu_memory_utilization: 0.85, max_model_len: 2048, tensor_parallel_size: 1}}, micro_batch_size: 1}}
 """
 OF_MULTI, CHAT = parse_yaml(MULTI)["trl"], {"path": "x", "type": "chat_template"}
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from ebft.errors import RewardError
-from ebft.reward_functions.calls import _own, checked_functions, run_in_chunks
+from ebft.reward_functions.calls import _own, checked_reward, in_chunks
 
 
 class Judge:
@@ -33,7 +33,7 @@ def given(prompts, rewards, **columns):
 @pytest.mark.parametrize("make", [Judge, lambda rewards: partial(given, rewards=rewards)], ids=["object", "partial"])
 def test_rewards_of_callable_objects_are_checked(make):
     for rewards in ([1, None], (1, None), iter([1, None]), {"a": 1, "b": None}.values()):
-        call = checked_functions([make(rewards)])[0]
+        call = checked_reward(make(rewards))
         assert call(prompts=["a", "b"]) == [1.0, None]
     for rewards, message in (
         ([1.0, float("nan")], "returned nan for completion 1"),
@@ -43,14 +43,14 @@ def test_rewards_of_callable_objects_are_checked(make):
         ([1.0], "returned 1 rewards for 2 completions"),
     ):
         with pytest.raises(RewardError, match=message):
-            checked_functions(make(rewards))(prompts=["a", "b"])
+            checked_reward(make(rewards))(prompts=["a", "b"])
 
 
 def test_objects_whose_calls_are_coroutines():
-    call = checked_functions(LaterJudge([1, 2]))
+    call = checked_reward(LaterJudge([1, 2]))
     assert asyncio.iscoroutinefunction(call) and asyncio.run(call(prompts=["a", "b"])) == [1.0, 2.0]
     with pytest.raises(RewardError, match="returned nan"):
-        asyncio.run(checked_functions(LaterJudge([float("nan")]))(prompts=["a"]))
+        asyncio.run(checked_reward(LaterJudge([float("nan")]))(prompts=["a"]))
 
 
 def test_each_function_gets_its_own_lists():
@@ -65,7 +65,7 @@ def test_each_function_gets_its_own_lists():
     floats = [0.5] * 3
     assert _own([floats])[0] == floats and _own([floats])[0] is not floats
     before, environments = copy.deepcopy(given), [deque(), deque()]
-    assert checked_functions(changes)(**given, environments=environments) == [1.0, 2.0]
+    assert checked_reward(changes)(**given, environments=environments) == [1.0, 2.0]
     assert given == before and environments[0] == deque([1]), "objects are the user's own"
 
 
@@ -79,7 +79,7 @@ def test_functions_are_called_with_some_groups_at_a_time(groups, sizes):
         log_metric("mean", sum(answer) / len(answer))
         return [float(value) for value in answer]
 
-    [function] = run_in_chunks([noted], groups, lambda: 4)
+    function = in_chunks(noted, groups, lambda: 4)
     metrics = {}
     given = {"prompts": ["x"] * 12, "answer": list(range(12)), "log_metric": metrics.__setitem__}
     assert function(**given, flag="one for all") == list(range(12))

@@ -26,7 +26,6 @@ def main():
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM, the child too")
-    parser.add_argument("--silent", action="store_true", help="never answer")
     parser.add_argument("--exit", type=int, help="end with this code right after the start")
     arguments, _ = parser.parse_known_args()
     if arguments.deaf:
@@ -39,8 +38,6 @@ def main():
     if arguments.exit is not None:
         print("stand-in: no memory left", flush=True)
         os._exit(arguments.exit)
-    if arguments.silent:
-        time.sleep(600)
     server = http.server.ThreadingHTTPServer((arguments.host, arguments.port), Health)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     time.sleep(600)

@@ -9,7 +9,7 @@ import pytest
 from ebft.catalog import MODELS, cached_folder, mark_fetched
 from ebft.config.keys.serving import base_url
 from ebft.errors import ConfigError, ModelError
-from ebft.serving.command import adapter_slots, device_environment, find_interpreter, max_lora_rank, server_command
+from ebft.serving.command import device_environment, find_interpreter, max_lora_rank, server_command
 
 PYTHON = "/env/bin/python"
 
@@ -45,13 +45,12 @@ def test_an_adapter(make_config, gpus):
     assert value(made, "--max-loras") == value(made, "--max-cpu-loras") == "4"
     assert made.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in made.environment
-    assert (adapter_slots(1), adapter_slots(4)) == (3, 6)
 
 
 @pytest.mark.parametrize(("keys", "saved", "limit"), [
     *(({"lora_r": r}, None, limit) for r, limit in ((1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512))),
     ({}, {"r": 12}, 16), ({}, {"r": 8, "rank_pattern": {"q_proj": 40}, "modules_to_save": None}, 64),
-    ({"lora_r": 600}, None, "lora_r: the adapter's rank 600 exceeds the maximum of 512"),
+    ({"lora_r": 600}, None, 600),  # vLLM refuses it
     ({"lora_modules_to_save": ["lm_head"]}, None, r"lora_modules_to_save.*lm_head.*trl.use_vllm: false"),
 ])  # fmt: skip
 def test_the_smallest_limit_that_holds_the_adapter(make_config, tmp_path, keys, saved, limit):

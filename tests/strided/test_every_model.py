@@ -21,12 +21,12 @@ from ebft.strided.loss import score
 from ebft.strided.rollout import sample_rollouts
 from ebft.strided.validation import check_parity
 from ebft.structured.scoring import check_shared_prompt_parity as check_shared_prompts
-from ebft.structured.shared_prompt import score_completions
+from ebft.structured.scoring import score_completions
 from tests.strided.every_model import NAMES, NOT_BUILT, build
 from tests.strided.families import VOCAB
 from tests.strided.oracle import block_feature, blocks_of, plain_logits
 from tests.structured.rollouts.test_local import later_turns, sample
-from tests.structured.test_shared_prompt import TEMPERATURE, expected, prompts
+from tests.structured.test_scoring import TEMPERATURE, expected, prompts
 
 _REFUSED = {
     "does not support the attention interface": "bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small "

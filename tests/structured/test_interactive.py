@@ -202,7 +202,7 @@ def test_wrong_results_of_a_rollout_function_are_named(change, message):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({"prompt": "text"}, "text prompts, but environment_factory"),
+    ({"prompt": "text"}, "text prompts, but the chat template.* .environment_factory"),
     ({"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}, "remaining_turns"),
 ])  # fmt: skip
 def test_rows_whose_tools_or_turns_would_be_left_out_are_refused(using, row, message):

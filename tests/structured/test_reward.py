@@ -15,7 +15,7 @@ from ebft.transformers_internals import checkpointing_argument
 from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, for_oracle, tiny_model
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
-from tests.structured.trainers import ASSISTANT, USER
+from tests.structured.trainers import USER
 
 LAYERS = [0.25, 0.5, 1.0]
 
@@ -60,6 +60,7 @@ METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
 
 @pytest.mark.parametrize(("kind", "n", "method", "whitening"), [
     *((kind, n, method, None) for method in METHODS for kind, n in (("text", 2), ("chat", 8), ("text", 4))),
+    ("chat", 1, "mean_pooling", None),
     *(("chat", n, "mean_pooling", space) for space in ("feature", "sample") for n in (2, 3, 8)),
 ])  # fmt: skip
 def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method, whitening):
@@ -74,17 +75,6 @@ def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method,
     assert wanted.std() > 3e-3  # the comparison says something
 
 
-def test_a_single_completion_is_not_whitened(model, chat_tokenizer):
-    """By itself it would have the cosine 1 with any reference."""
-    prompts, truths, ids = groups_of(chat_tokenizer, 1, "chat")
-    options = {"feature_layers": LAYERS, "embed_method": "mean_pooling"}
-    with pytest.warns(UserWarning, match="num_generations: 1 .* use_whitening is set to false"):
-        reward = FeatureMatchingReward(model, chat_tokenizer, 1, use_whitening=True, **options)
-    found = torch.tensor(reward(prompts, None, ids, ground_truth=truths), dtype=torch.float64)
-    assert (found - expected(model, chat_tokenizer, prompts, truths, ids, 1, "mean_pooling")).abs().max() < 1e-5
-    assert found.std() > 1e-3
-
-
 def test_features_come_from_the_base_model_as_it_was(model, chat_tokenizer, tmp_path):
     prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
     model.save_pretrained(tmp_path)
@@ -97,22 +87,6 @@ def test_features_come_from_the_base_model_as_it_was(model, chat_tokenizer, tmp_
         for parameter in model.parameters():
             parameter.mul_(1.5).add_(0.1)
     assert of_model(prompts, None, ids, ground_truth=truths) == before
-
-
-def test_the_reference_is_the_whole_conversation(model, chat_tokenizer):
-    prompt, turns = [USER("2+2?")], [USER("and 3+3?"), ASSISTANT("six"), USER("sure?"), ASSISTANT("yes")]
-    end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
-    whole = chat_tokenizer.apply_chat_template([*prompt, ASSISTANT("four"), *turns], tokenize=False)
-    start = chat_tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    after = chat_tokenizer(whole[len(start) :].rstrip("\n"), add_special_tokens=False)["input_ids"]
-    assert after[-1] == end
-    ids = [[40, 41, 42, end], [50, 51]]
-    reward = FeatureMatchingReward(model, chat_tokenizer, 2, feature_layers=LAYERS)
-    found = reward([prompt] * 2, None, ids, ground_truth=["four"] * 2, remaining_turns=[turns] * 2)
-    context = chat_tokenizer(start, add_special_tokens=False)["input_ids"]
-    phi = torch.stack([oracle.embedding(model, context, x, LAYERS, "last_token") for x in ([40, 41, 42], [50, 51])])
-    wanted = oracle.group_rewards(phi, oracle.embedding(model, context, after[:-1], LAYERS, "last_token"))
-    assert found == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [

@@ -46,7 +46,7 @@ def test_errors_are_retried_with_a_bound(monkeypatch):
         assert client.models() == [1]
         with pytest.raises(RolloutError, match="failed 5 times on /v1/models.*500"):
             client.models()
-        with pytest.raises(RolloutError, match="rejected /v1/models .400.: .*no"):
+        with pytest.raises(RolloutError, match="rejected /v1/models.*400: .*no"):
             client.models()
         client.close()
 

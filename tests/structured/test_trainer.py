@@ -261,18 +261,10 @@ def test_training_has_the_same_rewards_with_workers(chat_tokenizer, build, tmp_p
     assert found[1] == found[2] and len(found[1]) == 3
 
 
-def relative_length(completions, **columns):
-    """Above 0 for completions longer than the mean of all that the function is given."""
-    lengths = [len(messages[0]["content"]) for messages in completions]
-    return [length - sum(lengths) / len(lengths) for length in lengths]
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_the_number_of_groups_changes_what_is_trained(chat_tokenizer, build, groups):
-    changes = {"streaming_partial_batch": True, "streaming_min_groups": groups, "reward_funcs": [relative_length]}
-    dataset = rows(multi_turn=False).remove_columns("ground_truth")
-    trainer = build(chat_model(chat_tokenizer), dataset, **changes, **GRPO)
-    trainer.train()
-    sums = trainer.rewards.view(3, 4).sum(-1)
-    assert (sums.abs().max() < 1e-3) == (groups == 1), "rewards are relative to the mean of their chunk"
-    assert abs(sums.sum().item()) < 1e-3
+@pytest.mark.parametrize(("groups", "sizes"), [(1, [4, 4, 4]), (3, [12])])
+def test_rewards_of_some_groups_at_a_time(chat_tokenizer, build, groups, sizes):
+    seen = []
+    note = lambda completions, **columns: seen.append(len(completions)) or [0.0] * len(completions)
+    options = {"streaming_partial_batch": True, "streaming_min_groups": groups, "reward_funcs": [note], **GRPO}
+    build(chat_model(chat_tokenizer), rows(multi_turn=False), **options).train()
+    assert seen == sizes

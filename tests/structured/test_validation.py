@@ -13,6 +13,7 @@ from tests.structured.trainers import arguments
     ({"num_generations_eval": 1}, "num_generations_eval: 1 is not supported .* Set at least 2"),
     ({"num_generations": 2, "scale_rewards": "group"}, "scale_rewards is not supported .* 3 or more"),
     ({"alignment_coef": 0.0, "diversity_coef": 0.0}, "the loss is always 0"),
+    ({"temperature": 0.0}, "temperature: 0.0 is invalid"), ({"neftune_noise_alpha": 5}, "neftune_noise_alpha is not"),
     ({"generation_kwargs": {"temperature": 0.1}}, "temperature cannot be set here. Use the option of the same name"),
     ({"generation_kwargs": {"stop": ["a"]}}, "'stop' is not supported"),
     ({"multi_objective_aggregation": "normalize_then_sum"}, "excludes advantage_estimator: rloo. Set adv"),
@@ -35,21 +36,16 @@ def of(*truths, **more):
     return Dataset.from_list([{"prompt": "a", "ground_truth": truth, **more} for truth in truths])
 
 
-@pytest.mark.parametrize(("dataset", "message"), [
-    (of(*"ab c"), "1 rows whose ground_truth is empty .* row 2"),
-    (of(*["b " * 300] * 3), r"max_position_embeddings \(512\)"),
-    (of("b"), "1 prompts are fewer than the 3 of one generation"),
+@pytest.mark.parametrize(("dataset", "error", "message"), [
+    (of(*"ab c"), DataError, "1 rows whose ground_truth is empty .* row 2"),
+    (of(*["b " * 300] * 3), DataError, r"max_position_embeddings \(512\)"),
+    (of("b"), DataError, "1 prompts are fewer than the 3 of one generation"),
+    ({"bias": "all"}, ModelError, "parameters of the base model are trainable"),
+    ({"init_lora_weights": "pissa"}, ModelError, "modifies the base"),
 ])  # fmt: skip
-def test_refused_rows(chat_tokenizer, build, dataset, message):
-    with pytest.raises(DataError, match=message):
-        build(chat_model(chat_tokenizer), dataset).train()
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"bias": "all"}, "parameters of the base model are trainable"),
-    ({"init_lora_weights": "pissa"}, "modifies the base"),
-])  # fmt: skip
-def test_adapters_that_change_the_base_model(chat_tokenizer, build, changes, message):
-    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **changes)
-    with pytest.raises(ModelError, match=message):
+def test_refused_rows_and_adapters_that_change_the_base_model(chat_tokenizer, build, dataset, error, message):
+    with pytest.raises(error, match=message):
+        if isinstance(dataset, Dataset):
+            build(chat_model(chat_tokenizer), dataset).train()
+        adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **dataset)
         build(chat_model(chat_tokenizer, attention_bias=True), peft_config=adapter)

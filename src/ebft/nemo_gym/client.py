@@ -7,7 +7,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ebft.errors import ConfigError, ServerError, doing, shortened, told
 from ebft.printed import say
 from ebft.processes import is_main_process
 from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
-from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient, until_up
+from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient
 
 HOST = "127.0.0.1"
 CONFIG_PATH = "/global_config_dict_yaml"  # of the head server: the config of all servers
@@ -117,24 +117,21 @@ class GymClient:
 
     def __init__(self, head_port: int, timeout: float, run_timeout: float = 300.0) -> None:
         self.head, self.timeout, self.run_timeout = f"http://{HOST}:{head_port}", timeout, run_timeout
-        self._loop = BackgroundLoop("ebft-nemo-gym", f"The connection to NeMo Gym at {self.head} is closed.")
         self._http = HTTPClient()
-        weakref.finalize(self, self._loop.close, self._http.aclose, CONNECT_TIMEOUT)
+        closed = f"The connection to NeMo Gym at {self.head} is closed."
+        self._loop = BackgroundLoop("ebft-nemo-gym", closed, self._http)
+        weakref.finalize(self, self._loop.close)
 
     def servers(self, timeout: float) -> Servers:
         """The servers that the head server lists. Waits up to `timeout` seconds for it; then raises RolloutError."""
-        text = self._loop.run(self._wait(f"{self.head}{CONFIG_PATH}", "NeMo Gym's head server", timeout))
+        url = f"{self.head}{CONFIG_PATH}"
+        self._loop.run(self._wait(url, "NeMo Gym's head server", timeout))
+        text = self._loop.run(self._http.whole("GET", url, CONNECT_TIMEOUT)).text
         return Servers.parse(self.head, json.loads(text) if text.startswith('"') else text)  # YAML as a JSON string
 
     def is_up(self) -> bool:
         """Whether a head server responds now."""
-
-        async def is_up() -> bool:
-            with suppress(httpx2.RequestError):
-                return (await self._http.whole("GET", f"{self.head}{CONFIG_PATH}", CONNECT_TIMEOUT)).status_code == 200
-            return False
-
-        return self._loop.run(is_up())
+        return self._loop.run(self._http.why_not_up(f"{self.head}{CONFIG_PATH}")) is None
 
     def wait_for(self, server: Server, timeout: float) -> None:
         """Wait until a server responds, with whatever status. Raises RolloutError after `timeout` seconds."""
@@ -161,7 +158,7 @@ class GymClient:
 
     def close(self) -> None:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
-        self._loop.close(self._http.aclose, CONNECT_TIMEOUT)
+        self._loop.close()
 
     async def _post(self, url: str, body: dict[str, Any], timeout: float, key: str) -> Any:
         reason = ""
@@ -185,23 +182,9 @@ class GymClient:
                 return Failure(reason)
         return Failure(f"{reason} ({ATTEMPTS} attempts)")
 
-    async def _wait(self, url: str, what: str, timeout: float, any_status: bool = False) -> str:
-        """Wait until there is a response, and return its text."""
-        found: list[str] = []
-
-        async def why_not() -> str | None:
-            try:
-                response = await self._http.whole("GET", url, CONNECT_TIMEOUT)
-            except httpx2.RequestError as error:
-                return told(error)
-            if not any_status and response.status_code != 200:
-                return f"status {response.status_code}"
-            found.append(response.text)
-            return None
-
+    async def _wait(self, url: str, what: str, timeout: float, any_status: bool = False) -> None:
         hint = "Start NeMo Gym with ng_run, or correct nemo_gym_head_port. To wait longer, increase "
-        await until_up(why_not, timeout, f"{what} at {url}", f"{hint}nemo_gym_server_timeout.")
-        return found[0]
+        await self._http.until_up(url, timeout, f"{what} at {url}", f"{hint}nemo_gym_server_timeout.", any_status)
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -236,16 +219,13 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
             command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]
         process = start_supervisor(command, log, cwd=folder)
         try:
-            deadline, timeout = time.monotonic() + keys.nemo_gym_server_timeout, keys.nemo_gym_server_timeout
+            timeout = keys.nemo_gym_server_timeout
+            deadline = time.monotonic() + timeout
             while not client.is_up():
-                if process.poll() is not None:
-                    code = process.poll()
-                    raise ServerError(f"ng_run exited before NeMo Gym was up (exit code {code}). {log.tail()}")
-                if time.monotonic() > deadline:
-                    raise ServerError(
-                        f"NeMo Gym was not up at {client.head} within {timeout:g} s (nemo_gym_server_timeout). "
-                        f"{log.tail()}"
-                    )
+                if (code := process.poll()) is not None or time.monotonic() > deadline:
+                    how = f"did not start it within {timeout:g} s (nemo_gym_server_timeout)"
+                    how = how if code is None else f"exited before it was up (exit code {code})"
+                    raise ServerError(f"NeMo Gym is not up at {client.head}: ng_run {how}. {log.tail()}")
                 time.sleep(_SERVER_POLL)
             yield
         finally:

@@ -23,7 +23,6 @@ from ebft.structured.rollouts.turns import Rollout
 FAILED = "nemo_gym/failed"  # metric: fraction of completions without a reward
 _PATH = "/run"
 _FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-_ADVICE = "Set return_token_id_information: true for the model server in NeMo Gym's config"
 
 
 class Failures:
@@ -215,32 +214,27 @@ def model_calls(answer: dict[str, Any], agent: Server) -> list[Call]:
 
     An item of the output has the token ids of the call that ended with it. Raises RolloutError if a reply has none.
     """
-    where, calls, pending = f"The response of the agent {agent.name} at {agent.url}{_PATH}", [], False
-    with doing(f"reading the response of the agent {agent.name} at {agent.url}{_PATH}"):
+    where, calls, pending = f"the response of the agent {agent.name} at {agent.url}{_PATH}", [], False
+    with doing(f"reading {where}"):
         for item in answer["response"]["output"]:
             if any(item.get(name) is not None for name in _FIELDS):
                 prompt_ids, ids, logps = (item[name] for name in _FIELDS)
-                if len(logps) != len(ids):
-                    raise RolloutError(f"{where} has {len(logps)} log-probabilities for {len(ids)} sampled tokens.")
-                calls.append(Call(prompt_ids, ids, [float(x) for x in logps]))
+                calls.append(Call(prompt_ids, ids, [float(logp) for logp, _ in zip(logps, ids, strict=True)]))
                 pending = False
             elif item.get("type") != "function_call_output":
-                pending |= _is_reply(item)  # the item that ends the same call has the token ids
+                content = item.get("content") if item.get("role") == "assistant" else None
+                texts = [part.get("text") if isinstance(part, dict) else part for part in content or ()]
+                # The item that ends the same call has the token ids. An empty reply, which NeMo Gym returns without
+                # room for one, has none.
+                pending |= item.get("type") in ("function_call", "reasoning") or any(texts)
             elif pending:
                 break
     if pending:
-        raise RolloutError(f"{where} has a reply without {_FIELDS[1]}. {_ADVICE}.")
+        raise RolloutError(
+            f"A reply in {where} has no {_FIELDS[1]}. Set return_token_id_information: true for the model server in "
+            "NeMo Gym's config."
+        )
     return [call for call in calls if call.ids]
-
-
-def _is_reply(item: dict[str, Any]) -> bool:
-    """Whether the policy sampled an item that is not empty. Without room for a reply, NeMo Gym returns an empty one."""
-    if item.get("type") in ("function_call", "reasoning"):
-        return True
-    content = item.get("content") if item.get("role") == "assistant" else None
-    if not isinstance(content, list):
-        return bool(content)
-    return any(part.get("text") if isinstance(part, dict) else part for part in content)
 
 
 def joined_calls(calls: list[Call]) -> list[Rollout]:

@@ -31,19 +31,11 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards are summed
 _ATOMS = (int, float, str, bool)
 
 
-def _each(wrap: Callable[[Any], Any], reward_funcs: Any) -> Any:
-    return [wrap(function) for function in reward_funcs] if isinstance(reward_funcs, list) else wrap(reward_funcs)
-
-
-def checked_functions(reward_funcs: Any) -> Any:
-    """The reward functions such that errors and invalid rewards raise RewardError.
+def checked_reward(function: Any) -> Any:
+    """The reward function such that errors and invalid rewards raise RewardError.
 
     Models are returned unchanged, and so are rewards of this package, which trainers recognise by their class.
     """
-    return _each(_checked, reward_funcs)
-
-
-def _checked(function: Any) -> Any:
     from torch import nn  # not imported in worker processes
 
     is_ours = any(of.__module__.partition(".")[0] == "ebft" for of in type(function).__mro__)
@@ -115,12 +107,8 @@ def name_of(function: Callable) -> str:
     return f"{module}.{name}" if module else name
 
 
-def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int]) -> Any:
-    """Return the reward functions such that plain ones are called with at most `groups` prompt groups at a time."""
-    return _each(lambda function: _in_chunks(function, groups, group_size), reward_funcs)
-
-
-def _in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any:
+def in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any:
+    """Return a plain reward function such that it is called with at most `groups` prompt groups at a time."""
     if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
         return function
 
@@ -158,10 +146,7 @@ RewardFunction = Callable[..., Rewards]
 
 
 class _Worker(SpawnContext):
-    """A process that calls functions in its main thread, one at a time; programs that they start end with it.
-
-    It is spawned, since forked copies of a process that has threads can deadlock, and is replaced when it has ended.
-    """
+    """A process that calls functions in its main thread; it is replaced when it has ended, and its programs with it."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -295,12 +280,11 @@ class RewardWorkers:
         return [None] * size
 
 
-def run_in_workers(reward_funcs: Any, count: int, timeout: float | None, group_size: Callable[[], int]) -> Any:
+def run_in_workers(funcs: list, count: int, timeout: float | None, group_size: Callable[[], int]) -> list:
     """Return the reward functions such that plain functions run in `count` processes, or unchanged if `count` is 1."""
-    funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if multiprocessing.current_process().name == NAME:
         sys.exit(f"A process for reward functions has imported the script, which starts training again. {_GUARD}")
     if count == 1 or not any(inspect.isfunction(function) for function in funcs):
-        return reward_funcs
+        return funcs
     workers = RewardWorkers(count, timeout, group_size)
     return [workers.parallel(function) for function in funcs]

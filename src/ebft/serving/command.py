@@ -77,7 +77,8 @@ def server_command(
         *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
     if rank is not None:  # adapters are loaded from files, full weights sent between GPUs
-        slots = str(adapter_slots(settings.prefetch_depth, settings.serves_agents))
+        # A version for each prefetched batch, the current one and one that is loaded; agents use two copies.
+        slots = str(settings.prefetch_depth + 2 + 2 * settings.serves_agents)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
     elif on_gpu:
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
@@ -142,9 +143,9 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
     if config.adapter is None:
         return None
     if config.lora_model_dir is None:
-        key, rank, trained_in_full = "lora_r", config.lora_r, config.lora_modules_to_save
+        rank, trained_in_full = config.lora_r, config.lora_modules_to_save
     else:
-        key, path = "lora_model_dir", Path(config.lora_model_dir).expanduser() / ADAPTER_CONFIG
+        path = Path(config.lora_model_dir).expanduser() / ADAPTER_CONFIG
         with doing(f"reading the LoRA rank in {path} (lora_model_dir)"):
             saved = json_object(path)
             rank = max(saved["r"], *(saved.get("rank_pattern") or {}).values(), 0)
@@ -154,21 +155,7 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
             f"lora_modules_to_save: vLLM does not support adapters with fully trained modules "
             f"({', '.join(trained_in_full)}). Remove them, or set trl.use_vllm: false."
         )
-    if rank > RANKS[-1]:
-        raise ConfigError(
-            f"{key}: the adapter's rank {rank} exceeds the maximum of {RANKS[-1]} supported by vLLM. Reduce lora_r, or "
-            "set trl.use_vllm: false."
-        )
-    return next(limit for limit in RANKS if limit >= rank)
-
-
-def adapter_slots(prefetch_depth: int, serves_agents: bool = False) -> int:
-    """Return the maximum number of adapter versions in use at the same time.
-
-    Each prefetched batch may use a different version, in addition to the current batch's version and the one being
-    loaded. Agents use a copy of the current one under a fixed name, and late requests the copy before it.
-    """
-    return prefetch_depth + 2 + 2 * serves_agents
+    return next((limit for limit in RANKS if limit >= rank), rank)  # vLLM says that a higher one is not supported
 
 
 # find_spec is fast, whereas importing vLLM takes half a minute. A folder that happens to be named vllm has no origin.
@@ -194,9 +181,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def serves_on_gpu(vllm: VLLMSection, gpus: int) -> bool:
     """Whether the server runs on a GPU, given the number of visible GPUs."""
-    if vllm.device == "cuda" and gpus == 0:
-        raise ConfigError("vllm.device: cuda requires a GPU, but none is available. Remove it, or set it to cpu.")
-    return gpus > 0 and vllm.device != "cpu"
+    return vllm.device == "cuda" or (gpus > 0 and vllm.device != "cpu")
 
 
 def server_gpus(vllm: VLLMSection, gpus: int) -> int:

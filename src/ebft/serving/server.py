@@ -52,11 +52,6 @@ class VLLMServer:
         self._lock = threading.RLock()
         self._owner = os.getpid()
 
-    @property
-    def url(self) -> str:
-        """The URL of the server for clients on this machine, such as http://127.0.0.1:8000."""
-        return self.command.url
-
     def start(self) -> None:
         """Start the process; raises ConfigError if the port is in use."""
         with self._lock:
@@ -81,8 +76,8 @@ class VLLMServer:
                 return
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"vLLM was not ready at {self.url} within {timeout:g} seconds. Increase trl.vllm_server_timeout if "
-                    f"it needs more time. {self.log.tail()}"
+                    f"vLLM was not ready at {self.command.url} within {timeout:g} seconds. Increase "
+                    f"trl.vllm_server_timeout if it needs more time. {self.log.tail()}"
                 )
             self._stopping.wait(PAUSE)
 
@@ -92,10 +87,11 @@ class VLLMServer:
             self._check_alive(self._process, "unexpectedly")
 
     def _check_alive(self, process: subprocess.Popen | None, when: str) -> None:
-        if self.failure is not None:
-            raise ServerError(self.failure)
-        if process is not None and process.poll() is not None and self._watcher is None:
-            raise ServerError(self._ended(process, when))
+        failure = self.failure
+        if failure is None and process is not None and process.poll() is not None and self._watcher is None:
+            failure = self._ended(process, when)
+        if failure is not None:
+            raise ServerError(failure)
 
     def watch(self) -> None:
         """Restart the server, then without adapters, from now on if it exits, with a line on standard error each time.

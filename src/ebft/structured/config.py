@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,6 @@ from trl import GRPOConfig
 from ebft.config import options, rules
 from ebft.config.section import with_prefix
 from ebft.config.trl import RolloutOptions
-from ebft.errors import ConfigError
 from ebft.transformers_internals import rename_checkpointing
 
 # Keys of generation_kwargs that have a separate option, or that the trainer sets itself.
@@ -33,13 +33,6 @@ _NOT_FOR_GENERATE = {"stop_strings", "return_dict_in_generate", "output_scores",
 STOPS = "stop_token_ids"  # the key of generation_kwargs that all backends support
 
 
-def check_own_kwargs(given: dict[str, Any]) -> None:
-    """Raise ConfigError for keys of generation_kwargs that have a separate option or are set by the trainer."""
-    for advice, keys in _OWN_KWARGS.items():
-        for key in given.keys() & set(keys.split()):
-            raise ConfigError(f"generation_kwargs: {key} cannot be set here. {advice}")
-
-
 def generate_kwargs() -> set[str]:
     """Return the keys of generation_kwargs that are supported with `generate()`."""
     return set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
@@ -47,15 +40,12 @@ def generate_kwargs() -> set[str]:
 
 def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
     """Raise ConfigError for keys that would make sampling differ from scoring or would have no effect."""
-    check_own_kwargs(given)
-    known = _VLLM_KWARGS if use_vllm else generate_kwargs()
-    for key in given:
-        if key != STOPS and key not in known:
-            backend = "vLLM's completions" if use_vllm else "generate() (use_vllm: false)"
-            raise ConfigError(
-                f"generation_kwargs: {key!r} is not supported with {backend}. Remove it ({STOPS} is supported with all "
-                "backends)."
-            )
+    known = {STOPS, *(_VLLM_KWARGS if use_vllm else generate_kwargs())}
+    backend = "vLLM's completions" if use_vllm else "generate() (use_vllm: false)"
+    reason = f"is not supported with {backend}. Remove it ({STOPS} is supported with all backends)."
+    reasons = {key: f"{key!r} {reason}" for key in given if key not in known}
+    reasons |= {key: f"{key} cannot be set here. {why}" for why, keys in _OWN_KWARGS.items() for key in keys.split()}
+    rules.refuse(f"generation_kwargs: {reasons[key]}" for key in given if key in reasons)
 
 
 @dataclass
@@ -86,19 +76,23 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
             self.vllm_server_host, self.vllm_server_port = url.hostname, url.port
         super().__post_init__()
         rules.validate_options(GRPORolloutOptions, self)
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature: {self.temperature!r} is invalid: expected a number above 0.")
         check_generation_kwargs(self.generation_kwargs or {}, self.use_vllm)
         # Reward functions read the dataset's columns by name.
         self.remove_unused_columns: bool = False
+        rules.refuse(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be trained with these arguments."""
+        if not self.temperature > 0:
+            yield f"temperature: {self.temperature!r} is invalid: expected a number above 0."
+        if self.neftune_noise_alpha is not None:
+            yield f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it."
         size, steps = self.per_device_train_batch_size, self.steps_per_generation
         step = "gradient_accumulation_steps" if steps == self.gradient_accumulation_steps else "steps_per_generation"
-        rules.refuse(
-            rules.logged_rollouts(self.log_rollouts, self.log_completions, rules.in_python),
-            rules.prefetch(self.async_prefetch, self.uses_server, rules.in_python),
-            rules.groups(size, steps, self.num_generations, rules.in_python, step),
-            rules.regex(self.vllm_structured_outputs_regex, self.use_vllm, rules.in_python),
-        )
+        yield from rules.logged_rollouts(self.log_rollouts, self.log_completions, rules.in_python)
+        yield from rules.prefetch(self.async_prefetch, self.uses_server, rules.in_python)
+        yield from rules.groups(size, steps, self.num_generations, rules.in_python, step)
+        yield from rules.regex(self.vllm_structured_outputs_regex, self.use_vllm, rules.in_python)
 
     @property
     def uses_server(self) -> bool:
@@ -126,20 +120,6 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
             self.scale_rewards = "group" if self.advantage_estimator == "group_norm" else "none"
         rules.select_by_cfm_loss(self)
         super().__post_init__()
-        if self.num_generations_eval == 1:
-            raise ConfigError(
-                "num_generations_eval: 1 is not supported by EBFT, whose held-out metrics compare the completions of a "
-                "prompt with each other. Set at least 2, or leave it out to use num_generations."
-            )
-        rules.refuse(rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python))
-        scales = self.scale_rewards not in ("none", False)
-        is_independent = self.advantage_estimator == "rloo" and self.rloo_baseline == "independent"
-        if scales and is_independent and self.num_generations == 2 and self.diversity_coef != 0:
-            raise ConfigError(
-                "scale_rewards is not supported with advantage_estimator: rloo, rloo_baseline: independent and "
-                "num_generations: 2: the standard deviation of two similar samples is near 0, but their advantages "
-                "contain their similarity. Set num_generations to 3 or more, or scale_rewards: none."
-            )
         cancels = self.advantage_estimator == "group_norm" or self.rloo_baseline == "mean"
         if self.num_generations == 2 and self.diversity_coef != 0 and cancels:
             warnings.warn(
@@ -147,6 +127,23 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
                 "samples have the same penalty. Set num_generations to 3 or more, diversity_coef to 0, or "
                 "advantage_estimator: rloo with rloo_baseline: independent.",
                 stacklevel=3,
+            )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.num_generations_eval == 1:
+            yield (
+                "num_generations_eval: 1 is not supported by EBFT, whose held-out metrics compare the completions of a "
+                "prompt with each other. Set at least 2, or leave it out to use num_generations."
+            )
+        yield from rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python)
+        scales = self.scale_rewards not in ("none", False)
+        is_independent = self.advantage_estimator == "rloo" and self.rloo_baseline == "independent"
+        if scales and is_independent and self.num_generations == 2 and self.diversity_coef != 0:
+            yield (
+                "scale_rewards is not supported with advantage_estimator: rloo, rloo_baseline: independent and "
+                "num_generations: 2: the standard deviation of two similar samples is near 0, but their advantages "
+                "contain their similarity. Set num_generations to 3 or more, or scale_rewards: none."
             )
 
 

@@ -188,14 +188,12 @@ class Generation:
     def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
         """See `RolloutGRPOTrainer.sample`."""
         trainer = self._trainer
-        if trainer.use_vllm and self.server is None:
-            raise ConfigError("trainer.sample is not supported with vllm_mode: colocate. Use vllm_mode: managed.")
-        self._evaluate_current_weights()
-        if self.server is None and is_sharded(trainer.model):
+        if self.server is None and (trainer.use_vllm or is_sharded(trainer.model)):
             raise ConfigError(
-                "trainer.sample is not supported with FSDP2 and ZeRO-3, whose processes must sample equally many "
-                "turns. Use a vLLM server."
+                "trainer.sample is not supported with vllm_mode: colocate, nor with FSDP2 and ZeRO-3, whose processes "
+                "must sample equally many turns. Use vllm_mode: managed."
             )
+        self._evaluate_current_weights()
         limits = self._limits()
         longest = limits.max_completion_length if max_tokens is None else max_tokens
         max_new = [min(longest, limits.room(len(ids))) for ids in prompt_ids]
@@ -215,14 +213,9 @@ class Generation:
         if self._trainer.use_vllm and self.server is None:
             return None
         self._trainer.sync_if_outdated()
-        is_first = self._sampling_s == 0
+        if self._sampling_s == 0:  # the first turn
+            self._limits().check(prompt_ids)
         completions = self.sample(prompt_ids)
-        if is_first and not all(completion.ids for completion in completions):
-            longest = max(map(len, prompt_ids))
-            raise DataError(
-                f"a prompt of {longest} tokens, with its tools, leaves no space for a completion within the maximum "
-                "sequence length. Remove such rows, or increase vllm.max_model_len."
-            )
         logps = None if self.server is None else [completion.logps for completion in completions]
         return [completion.ids for completion in completions], logps
 
@@ -327,17 +320,13 @@ class Prefetcher:
         self._submitted.append(batch)
 
     def result(self, batch: Batch) -> tuple[RolloutJob, list[Rollout]]:
-        """Return the job of `batch`, the next one submitted, and its result, after starting the next `depth` jobs.
-
-        Raises RuntimeError if `batch` is not the next one submitted.
-        """
+        """Return the job of `batch`, the next one submitted, and its result, after starting the next `depth` jobs."""
         while self._submitted and len(self._started) <= self._depth:
             batch_to_start = self._submitted.popleft()
             job = self._prepare(batch_to_start)
             self._started.append((batch_to_start, job, self._executor.submit(job.run)))
-        if not self._started or self._started[0][0] is not batch:
-            raise RuntimeError("batches must be taken in the order in which they were submitted")
-        _, job, future = self._started[0]
+        next_batch, job, future = self._started[0]
+        assert next_batch is batch, "batches must be taken in the order in which they were submitted"
         result = future.result()
         self._started.popleft()
         return job, result

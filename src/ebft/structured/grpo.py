@@ -28,7 +28,7 @@ from ebft.models.sharding import check_version, check_whole, is_sharded, keep_ou
 from ebft.monitor.budget import forward_flops
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
-from ebft.reward_functions.calls import checked_functions, run_in_chunks, run_in_workers
+from ebft.reward_functions import calls
 from ebft.structured.config import EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import CONVERSATION, Generation, Prefetcher, ReadAhead, Row
 from ebft.structured.replay import PromptReuse
@@ -82,21 +82,21 @@ class RolloutGRPOTrainer(OverTRL):
         for name in [name for name in ("train_dataset", "eval_dataset") if name in kwargs]:
             check_rows(name, kwargs[name], args, needs_reference=isinstance(args, EBFTConfig))
             kwargs[name] = with_own_calls(kwargs[name])
-        is_interactive = check_interactive(args, reward_funcs, kwargs)
+        funcs = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        is_interactive = check_interactive(args, funcs, kwargs)
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = checked(kwargs["rollout_func"])
-        reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
+        loads_rewards = any(isinstance(func, str) for func in funcs)
+        funcs = calls.run_in_workers(funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
-            reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
+            funcs = [calls.in_chunks(func, args.streaming_min_groups, self._group_size) for func in funcs]
         needs_reference = args.beta > 0 and not hasattr(model, "disable_adapter")
         with _reference_model(frozen_copy(model) if needs_reference else None):
-            rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-            loads_rewards = any(isinstance(func, str) for func in rewards)
             for_trl = copy.copy(args)  # TRL has no managed servers, and warns of used `model_init_kwargs`
             for_trl.model_init_kwargs = args.model_init_kwargs if loads_rewards or not self._was_named else None
             for_trl.use_vllm = args.use_vllm and not syncs_adapter
             for_trl.vllm_mode = "server" if args.uses_server else args.vllm_mode
-            super().__init__(model, checked_functions(reward_funcs), for_trl, **kwargs)
+            super().__init__(model, [calls.checked_reward(func) for func in funcs], for_trl, **kwargs)
         self.args = args
         check_version(self.accelerator, args.uses_server)
         keep_output_dtype(self.accelerator)
@@ -308,12 +308,8 @@ class RolloutGRPOTrainer(OverTRL):
         return self.num_generations if self.model.training else self.num_generations_eval
 
     def _without_signal(self, rows: list[Row]) -> Tensor:
-        """Return for this process's completions (B,) whether they are in a group whose rewards are all equal.
-
-        These are the weighted totals, up to rounding, or, if they are normalised first, the rewards of every function.
-        Completions without a reward do not count.
-        """
-        n, rounding = self._group_size(), 0.0
+        """Whether all totals of a completion's group, or its rewards of each function, are equal: (B,)."""
+        n, rounding = self._group_size(), 0.0  # NaN, for no reward, does not count
         values = of_this_process(self.accelerator, self.rewards, rows)  # (B, functions)
         if self.multi_objective_aggregation == "sum_then_normalize" and values.shape[1] > 1:
             weighted = values * self.reward_weights.to(values, non_blocking=True)
@@ -391,8 +387,7 @@ def _reference_model(copied: nn.Module | None) -> Iterator[None]:
     """Let TRL take `copied`, the model before training, for its reference model inside the block.
 
     TRL would load it by the name in the configuration alone: at another revision, with another configuration, or not at
-    all if the model is from a GGUF file or was built in memory. The copy is made before the trainer, since with
-    `cpu_ram_efficient_loading` only the first process has the weights (`frozen_copy`).
+    all. The copy is made earlier, since later only the first process may have the weights (`frozen_copy`).
     """
     load_reference = grpo_trainer.create_model_from_path
     grpo_trainer.create_model_from_path = lambda *args, **kwargs: copied

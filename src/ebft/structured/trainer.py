@@ -29,7 +29,7 @@ from ebft.structured.generation import Row
 from ebft.structured.grpo import RolloutGRPOTrainer, of_this_process
 from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
-from ebft.structured.shared_prompt import up_to_last
+from ebft.structured.scoring import up_to_last
 
 SCALE_EPS = 1e-4  # added to the standard deviation of rewards, as in TRL
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
@@ -133,11 +133,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         return rewards
 
     def _references(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return the references (B, R) and the mask of their tokens in the cross-entropy.
-
-        The mask is non-zero only for the first sample of each group. `reference_tokens` is the sum of the mask over
-        the generation batch of all processes.
-        """
+        """Return the references (B, R), a mask of the tokens in the cross-entropy, of a group's first, and its sum."""
         conversations = self.generation.conversations(rows)
         ids, masks = [], []
         for index, conversation in enumerate(conversations):

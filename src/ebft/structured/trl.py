@@ -350,14 +350,7 @@ class EpochSampler(RepeatSampler):
     """
 
     def __init__(self, plain: RepeatSampler) -> None:
-        super().__init__(
-            plain.data_source,
-            plain.mini_repeat_count,
-            batch_size=plain.batch_size,
-            repeat_count=plain.repeat_count,
-            shuffle=plain.shuffle,
-            seed=plain.seed,
-        )
+        vars(self).update(vars(plain))
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:

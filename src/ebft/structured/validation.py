@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from ebft.config import rules
 from ebft.config.user_functions import user_code
-from ebft.errors import ConfigError, DataError, RolloutError
+from ebft.errors import DataError, RolloutError
 from ebft.models.sharding import load_whole
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.transformers_internals import use_one_gpu
@@ -24,10 +24,8 @@ _ROUNDING = 1e-3  # above 0, of a log-probability
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ConfigError for arguments that are not supported in structured mode."""
+    """Change or warn of arguments that have another effect in structured mode."""
     use_one_gpu(args)
-    if args.neftune_noise_alpha is not None:
-        raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it.")
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python, "structured mode and GRPO"), stacklevel=3)
@@ -43,49 +41,48 @@ def check_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> Non
         for key, part in dataset.items():
             check_rows(f"{name}[{key!r}]", part, args, needs_reference)
         return
+    for problem in _problems_of_rows(name, dataset, args, needs_reference):
+        raise DataError(problem)
+
+
+def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> Iterator[str]:
     present = getattr(dataset, "column_names", None) or ()
     if "remaining_turns" in present and args.use_vllm and not args.uses_server:
-        raise DataError(
+        yield (
             f"{name} has a column remaining_turns, but vllm_mode: colocate supports single-turn rollouts only. Set "
             "vllm_mode: server or managed, or use a single-turn transform (ebft_chat_multiturn.transform_last_turn)."
         )
     if not isinstance(dataset, Dataset):
         return
-    if needs_reference:
-        empty = [i for i, text in enumerate(dataset["ground_truth"]) if not isinstance(text, str) or not text.strip()]
-        if empty:
-            raise DataError(
-                f"{name} has {len(empty)} rows whose ground_truth is empty or not text, starting with row {empty[0]}."
-            )
+    texts = dataset["ground_truth"] if needs_reference else ()
+    empty = [i for i, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]
+    if empty:
+        yield f"{name} has {len(empty)} rows whose ground_truth is empty or not text, starting with row {empty[0]}."
     prompts = args.generation_batch_size // args.num_generations
     if name == "train_dataset" and len(dataset) < prompts:
-        raise DataError(
+        yield (
             f"{len(dataset)} prompts are fewer than the {prompts} of one generation batch (generation_batch_size "
             f"{args.generation_batch_size}, by default the completions of one optimizer step, in groups of "
             f"num_generations {args.num_generations}). Add rows, or reduce the batch size."
         )
 
 
-def check_interactive(args: Any, reward_funcs: Any, trainer_kwargs: dict[str, Any]) -> bool:
+def check_interactive(args: Any, reward_funcs: list, trainer_kwargs: dict[str, Any]) -> bool:
     """Whether user code takes part in rollouts. Raises ConfigError or DataError if it cannot with these arguments."""
     given = [name for name in rules.INTERACTIVE if trainer_kwargs.get(name)]
-    funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    compares = any(isinstance(func, FeatureMatchingReward) for func in funcs)
+    compares = any(isinstance(func, FeatureMatchingReward) for func in reward_funcs)
     rules.refuse(rules.interactive(given, args.async_prefetch, compares, args.reward_num_workers, rules.in_python))
     for name in ("train_dataset", "eval_dataset") if given not in ([], ["rollout_func"]) else ():
         dataset = trainer_kwargs.get(name)
         if not isinstance(dataset, Dataset) or not len(dataset):
             continue
         if isinstance(dataset[0].get("prompt"), str):
-            raise DataError(
-                f"{name} has text prompts, but {given[0]} needs messages, since the chat template presents the tools "
-                "to the model. Use a transform that returns messages."
-            )
-        if any(dataset["remaining_turns"] if "remaining_turns" in dataset.column_names else []):
-            raise DataError(
-                f"{name} has conversations with remaining_turns, but with {given[0]} the results of tools continue a "
-                "conversation. Use a single-turn transform."
-            )
+            problem = "text prompts, but the chat template, which presents the tools to the model, needs messages"
+        elif any(dataset["remaining_turns"] if "remaining_turns" in dataset.column_names else []):
+            problem = "conversations with remaining_turns, but results of tools continue a conversation"
+        else:
+            continue
+        raise DataError(f"{name} has {problem} ({given[0]}). Use a transform that returns one turn of messages.")
     return bool(given)
 
 

@@ -29,7 +29,7 @@ def test_a_batch_is_started_when_the_one_before_it_is_taken(depth):
         assert started == batches[: number + 1 + depth]
     prefetcher.close(lambda: None)
     prefetcher, _ = ran_ahead(depth, str.upper, ["a", "b"])
-    with pytest.raises(RuntimeError, match="in the order"):
+    with pytest.raises(AssertionError, match="in the order"):
         prefetcher.result("b")
     prefetcher.close(lambda: None)
 

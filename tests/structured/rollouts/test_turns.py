@@ -66,14 +66,6 @@ def test_the_room_limits_replies_and_conversations():
         roll_out(Scripted(), [talk(([1] * 6, 2))], Limits(4, 6), {END})
 
 
-def test_unknown_log_probabilities_stay_unknown():
-    backend = Scripted([7], [8])
-    generate = backend.generate
-    backend.generate = lambda *given: [Completion(c.ids, None) for c in generate(*given)]
-    [rollout] = roll_out(backend, [talk(([1], 1), ([END], 1))], Limits(4, None), {END})
-    assert rollout.logps is None and rollout.ids == [7, END, 8]
-
-
 def test_a_reply_that_ended_itself_is_not_ended_again():
     """Templates may put a space before the end of turn, or end turns with another token than the policy did."""
     lead = [3, END, 4]

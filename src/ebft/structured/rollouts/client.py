@@ -44,9 +44,9 @@ class VLLMClient:
         self.timeout = timeout
         self._failure = failure
         closed = f"The connection to the vLLM server at {self.address} is closed."
-        self._loop = BackgroundLoop("ebft-vllm-client", closed)
-        self._run = self._loop.run
         self._http = HTTPClient(url)
+        self._loop = BackgroundLoop("ebft-vllm-client", closed, self._http)
+        self._run = self._loop.run
 
     def wait_until_up(self) -> None:
         """Block until the server responds; raises RolloutError if it does not respond within the timeout."""
@@ -106,9 +106,9 @@ class VLLMClient:
             completions = []
             for choice in choices:
                 ids, logps = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
-                if len(ids) != len(logps):
-                    raise RolloutError(f"The vLLM server returned {len(ids)} tokens, {len(logps)} log-probabilities.")
-                completions.append(Completion(ids, [float("nan") if logp is None else logp for logp in logps]))
+                with doing("reading the log-probabilities of the tokens that the vLLM server returned"):
+                    logps = [float("nan") if logp is None else logp for logp, _ in zip(logps, ids, strict=True)]
+                completions.append(Completion(ids, logps))
             if len(completions) == body["n"] and all(completion.ids for completion in completions):
                 return completions
         raise RolloutError(
@@ -139,33 +139,23 @@ class VLLMClient:
                 return response.json() if "json" in response.headers.get("content-type", "") else response.text
             if response.status_code == 404 and body is not None and "model" in body:
                 raise ModelNotServed(f"The vLLM server at {self.address} does not serve {body['model']!r}.")
-            if response.status_code < 500:
-                break
             last = f"{response.status_code}: {shortened(response.text)}"
+            if response.status_code < 500:
+                how = "rejected"
+                break
             if attempt < _ATTEMPTS:
                 await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1))
         else:
-            raise RolloutError(
-                f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Last response: "
-                f"{last}"
-            )
-        raise RolloutError(
-            f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {shortened(response.text)}"
-        )
+            how = f"failed {_ATTEMPTS} times on"
+        raise RolloutError(f"The vLLM server at {self.address} {how} {path}; see its log. Last response: {last}")
 
     async def _wait_until_up(self, last: str | None = None) -> None:
         """Wait until the server responds; `last` is its last response before the connection was lost."""
         before = f"Last response: {last}. " if last is not None else ""
         hint = "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. To wait longer, increase "
         hint = f"{before}{hint}trl.vllm_server_timeout."
-        await until_up(self._why_not_up, self.timeout, f"the vLLM server at {self.address}", hint, self._failure)
-
-    async def _why_not_up(self) -> str | None:
-        try:
-            response = await self._http.whole("GET", "/health", CONNECT_TIMEOUT)
-        except httpx2.RequestError as error:
-            return told(error)
-        return None if response.status_code == 200 else f"/health returns status {response.status_code}"
+        what = f"the vLLM server at {self.address}"
+        await self._http.until_up("/health", self.timeout, what, hint, failure=self._failure)
 
     def cancel(self) -> None:
         """Cancel all pending requests; the threads that wait for them raise CancelledError."""
@@ -173,7 +163,7 @@ class VLLMClient:
 
     def close(self) -> None:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
-        self._loop.close(self._http.aclose, CONNECT_TIMEOUT)
+        self._loop.close()
 
 
 def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling) -> dict[str, Any]:
@@ -225,39 +215,46 @@ class HTTPClient(httpx2.AsyncClient):
             except TimeoutError:
                 raise httpx2.ReadTimeout(f"no complete response within {timeout:g} s") from None
 
+    async def why_not_up(self, url: str, any_status: bool = False) -> str | None:
+        """Why a server does not respond, with status 200 unless `any_status`; None if it does."""
+        try:
+            response = await self.whole("GET", url, CONNECT_TIMEOUT)
+        except httpx2.RequestError as error:
+            return told(error)
+        is_fine = any_status or response.status_code == 200
+        return None if is_fine else f"{url} returns status {response.status_code}"
 
-async def until_up(
-    why_not: Callable[[], Coroutine[Any, Any, str | None]],
-    timeout: float,
-    what: str,
-    hint: str,
-    failure: Callable[[], str | None] = lambda: None,
-) -> None:
-    """Wait until `why_not()` is None, which says why a server is not up.
-
-    Raises RolloutError with the hint after `timeout` seconds, or with the result of `failure()` if it has one.
-    """
-    deadline, has_reported = time.monotonic() + timeout, False
-    while (reason := await why_not()) is not None:
-        given_up = failure()
-        if given_up is not None:
-            raise RolloutError(given_up)
-        if time.monotonic() > deadline:
-            raise RolloutError(f"{what[0].upper()}{what[1:]} is not ready after {timeout:g} s ({reason}). {hint}")
-        if not has_reported:
-            has_reported = True
-            say(f"Waiting up to {timeout:g} s for {what}.", err=True)
-        await asyncio.sleep(_POLL)
+    async def until_up(
+        self,
+        url: str,
+        timeout: float,
+        what: str,
+        hint: str,
+        any_status: bool = False,
+        failure: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Wait until a server is up. Raises RolloutError with the hint after `timeout` seconds, or with `failure()`."""
+        deadline, has_reported = time.monotonic() + timeout, False
+        while (reason := await self.why_not_up(url, any_status)) is not None:
+            given_up = failure()
+            if given_up is None and time.monotonic() > deadline:
+                given_up = f"{what[0].upper()}{what[1:]} is not ready after {timeout:g} s ({reason}). {hint}"
+            if given_up is not None:
+                raise RolloutError(given_up)
+            if not has_reported:
+                has_reported = True
+                say(f"Waiting up to {timeout:g} s for {what}.", err=True)
+            await asyncio.sleep(_POLL)
 
 
 T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs coroutines for other threads. Methods are thread-safe; `closed` is the error for calls after `close`."""
+    """Runs coroutines of `http` for other threads. Methods are thread-safe; `closed` is the error after `close`."""
 
-    def __init__(self, name: str, closed: str) -> None:
-        self._closed_error, self._closed = closed, False
+    def __init__(self, name: str, closed: str, http: HTTPClient) -> None:
+        self._closed_error, self._closed, self._http = closed, False, http
         self._pending: set[concurrent.futures.Future] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -286,14 +283,14 @@ class BackgroundLoop:
         for future in list(self._pending):
             future.cancel()
 
-    def close(self, finish: Callable[[], Coroutine[Any, Any, None]], timeout: float) -> None:
-        """Cancel everything, run `finish()` within `timeout` seconds and stop the thread; can be called repeatedly."""
+    def close(self) -> None:
+        """Cancel everything, close the connections and stop the thread; can be called repeatedly."""
         if self._closed:
             return
         self._closed = True
         self.cancel()
-        asyncio.run_coroutine_threadsafe(finish(), self._loop).result(timeout=timeout)
+        asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(timeout=CONNECT_TIMEOUT)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=timeout)
+        self._thread.join(timeout=CONNECT_TIMEOUT)
         if not self._thread.is_alive():
             self._loop.close()

@@ -256,14 +256,10 @@ class _Drawn:
 
 
 def _prefill_layout(contexts: list[list[int]], device: torch.device) -> tuple[PromptLayout, Tensor, Tensor]:
-    """Return the layout of the contexts, its tokens, and the index of every context's last token among these.
-
-    Adjacent contexts share a prompt if they are equal, or, where all differ, for as long as most of it is equal, as in
-    later turns of a conversation.
-    """
+    """Return a layout in which adjacent contexts share prompts, its tokens, and the index of each context's last."""
     groups = [list(group) for _, group in groupby(range(len(contexts)), key=lambda index: contexts[index])]
     prompts = [contexts[group[0]] for group in groups]
-    if len(groups) == len(contexts):
+    if len(groups) == len(contexts):  # later turns of conversations
         groups, prompts = _with_common_prefixes(contexts)
     suffixes = [[contexts[index][len(prompt) :] for index in group] for prompt, group in zip(prompts, groups)]
     tokens = [token for ids in [*prompts, *(ids for own in suffixes for ids in own)] for token in ids]

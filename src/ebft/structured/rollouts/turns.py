@@ -70,6 +70,15 @@ class Limits:
         """Return the number of tokens that can follow `length` tokens."""
         return self.max_completion_length if self.max_length is None else self.max_length - length
 
+    def check(self, prompts: list[list[int]]) -> None:
+        """Raise DataError if a prompt leaves no space for a completion."""
+        longest = max(map(len, prompts))
+        if self.room(longest) < 1:
+            raise DataError(
+                f"a prompt of {longest} tokens leaves no space for a completion within the maximum sequence length of "
+                f"{self.max_length} tokens. Remove such rows, or increase vllm.max_model_len."
+            )
+
 
 def roll_out(
     backend: Backend, conversations: list[Conversation], limits: Limits, end_ids: Collection[int]
@@ -80,6 +89,7 @@ def roll_out(
     exceed the maximum length. Raises DataError if a prompt leaves no space for a first reply.
     """
     rollouts = [Rollout(list(conversation.prompt_ids)) for conversation in conversations]
+    limits.check([rollout.prompt_ids for rollout in rollouts])
     for number in range(max(len(conversation.turns) for conversation in conversations)):
         speaking, contexts, max_tokens = [], [], []
         for rollout, conversation in zip(rollouts, conversations):
@@ -91,12 +101,6 @@ def roll_out(
                 lead = turn.lead_ids[turn.ended :]
             room = limits.room(len(rollout.prompt_ids) + len(rollout.ids) + len(lead))
             if room < 1:
-                if number == 0:
-                    raise DataError(
-                        f"a prompt of {len(rollout.prompt_ids)} tokens leaves no space for a completion within the "
-                        f"maximum sequence length of {limits.max_length} tokens. Remove such rows, or increase "
-                        "vllm.max_model_len."
-                    )
                 continue
             rollout.give(lead)
             speaking.append(rollout)

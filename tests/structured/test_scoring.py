@@ -1,4 +1,6 @@
-"""Training with shared prompts against training with TRL's rows, with the options that change what is scored."""
+"""Scoring: one pass for completions of several prompts, training with it and with TRL's rows, and padding."""
+
+import copy
 
 import pytest
 import torch
@@ -6,12 +8,99 @@ from transformers import AutoModelForCausalLM
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
+from ebft.prefix.attention import suffixes
+from ebft.prefix.forward import prepare
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.shared_prompt import Rows
+from ebft.structured.scoring import Prompt, Rows, check_padding, score_completions
 from ebft.structured.trl import ROW, by_group
+from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, VOCAB, lora_targets, tiny_model
 from tests.strided.test_cost import count_tokens
+from tests.strided.test_exactness import compare_gradients, with_lora
+from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import one_step, rows
+
+TEMPERATURE = 0.7
+
+
+def prompts(seed=0):
+    """Prompts of 9, 1 and 23 tokens with several completions of unequal lengths, one of a single token."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = lambda length: torch.randint(3, VOCAB, (length,), generator=generator)
+    return [
+        Prompt(ids(9), [ids(5), ids(1), ids(12)], [ids(7)]),
+        Prompt(ids(1), [ids(4)]),
+        Prompt(ids(23), [ids(6), ids(6)], [ids(1), ids(3)]),
+    ]
+
+
+def weights(count, seed):
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def total(logps, entropies, references, with_entropy):
+    """A scalar in which every value has another weight."""
+    result = (weights(len(logps), 1) * logps).sum() + (weights(len(references), 2) * references).sum()
+    return result + (weights(len(entropies), 3) * entropies).sum() if with_entropy else result
+
+
+def expected(model, batch):
+    """Log-probabilities and entropies of completions, and log-probabilities of references, sequence by sequence."""
+    logps, entropies, references = [], [], []
+    for prompt in batch:
+        for ids in prompt.completions:
+            logits = model(input_ids=torch.cat([prompt.ids, ids])[None]).logits[0, len(prompt.ids) - 1 : -1]
+            scores = (logits.double() / TEMPERATURE).log_softmax(-1)
+            logps.append(scores.gather(-1, ids[:, None]).squeeze(-1))
+            entropies.append(-(scores.exp() * scores).sum(-1))
+        for ids in prompt.references:
+            references.append(oracle.token_logps(model, prompt.ids.tolist(), ids.tolist(), 1.0))
+    return torch.cat(logps), torch.cat(entropies), torch.cat(references)
+
+
+def compare(model, batch, entropy_gradient):
+    plain = copy.deepcopy(model).eval()
+    prepare(model.eval())
+    found = score_completions(model, batch, temperature=TEMPERATURE, entropy_gradient=entropy_gradient)
+    wanted = expected(plain, batch)
+    for ours, theirs in zip((found.logps, found.entropies, found.references), wanted):
+        torch.testing.assert_close(ours.detach(), theirs.detach().float(), atol=1e-4, rtol=0)
+    total(found.logps, found.entropies, found.references, entropy_gradient).backward()
+    total(*wanted, entropy_gradient).backward()
+    compare_gradients(model, plain)
+
+
+@pytest.mark.first(6)
+@pytest.mark.parametrize(("family", "adapter"), [
+    *((family, False) for family in ("llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "mixtral")),
+    *((family, True) for family in FAMILIES),
+])  # fmt: skip
+def test_one_pass_is_as_one_for_each_sequence(family, adapter):
+    model = tiny_model(family)
+    model = with_lora(model, target_modules=lora_targets(family)) if adapter else model
+    compare(model, prompts(), entropy_gradient=not adapter)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_adjacent_prompts_are_computed_at_once(family, monkeypatch):
+    """Of unequal lengths, as on a GPU; others have another number of completions."""
+    ids = lambda length, seed: torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+    sizes = [(9, [5, 2, 12]), (4, [3, 3, 3]), (17, [2, 2, 8]), (6, [4, 1]), (6, [9]), (5, [1]), (7, [3]), (8, [2, 4])]
+    sizes.append((8, [3, 9]))
+    drawn = [(ids(size, n), [ids(own, 10 * n + i) for i, own in enumerate(own)]) for n, (size, own) in enumerate(sizes)]
+    batch = [Prompt(prompt, own[:1], own[1:]) for prompt, own in drawn]
+    lengths = [[own - 1 for own in lengths] for _, lengths in sizes]
+    grouped = lambda: [
+        group.prompts.lengths
+        for group in suffixes.PromptLayout([size for size, _ in sizes], lengths, torch.device("cpu")).groups
+    ]
+    assert grouped() == [[9], [4], [17], [6], [6], [7], [8], [8]]  # a completion of one token is only scored
+    monkeypatch.setitem(suffixes._MOST_PADDING, "cpu", 10.0)
+    monkeypatch.setitem(suffixes._HEADS_AS_ROWS, "cpu", 0)
+    assert grouped() == [[9, 4, 17], [6, 6, 7], [8, 8]]
+    compare(tiny_model(family), batch, entropy_gradient=False)
+    monkeypatch.setattr(suffixes, "_MOST_SCORES", 3 * 2 * 256 * (4 + 9))
+    assert grouped() != [[9, 4, 17], [6, 6, 7], [8, 8]]
 
 
 def length_reward(completion_ids, **columns):
@@ -100,6 +189,19 @@ def test_models_that_mix_tokens_with_padding_are_refused(chat_tokenizer, build):
         build(lora(model))
 
 
+@pytest.mark.parametrize("family", RUNNING_STATE)
+def test_padding_changes_nothing(family):
+    model, before = tiny_model(family).train(), torch.random.get_rng_state()
+    check_padding(model)
+    assert model.training and torch.random.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("family", COUNTS_PADDING)
+def test_states_that_pass_over_padding_are_refused(family):
+    with pytest.raises(ModelError, match="padded.*cannot train this model; SFT, which pads on the right, can"):
+        check_padding(tiny_model(family))
+
+
 @pytest.mark.parametrize(("positions", "shares"), [(40, False), (512, True)])
 def test_long_rows_with_changing_rotary_frequencies_are_separate(chat_tokenizer, build, positions, shares, recwarn):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": positions}
@@ -131,4 +233,4 @@ def test_prompts_that_occur_twice_keep_their_references():
     assert [p.ids.tolist() for p in found.prompts] == [[4, 5], [6, 7, 8]] and found.of_row == [0, 0, 1, 0]
     assert [[ids.tolist() for ids in p.completions] for p in found.prompts] == [[[0, 1], [9]], [[6, 7, 8]]]
     assert [[ids.tolist() for ids in p.references] for p in found.prompts] == [[[20, 21], [26]], [[24, 25]]]
-    assert found.completion_index.tolist() == [0, 1, 9, 6, 7, 8] and found.longest == 6
+    assert found.completion_index.tolist() == [0, 1, 9, 6, 7, 8]
