@@ -55,27 +55,3 @@ def test_a_learning_rate_that_ends_training(tmp_path):
     *diverged, ended = lines(tmp_path / "out")  # the values may be NaN before the loss has been high for long enough
     assert ended["name"] == "non-finite values" and "nan" in ended["message"]
     assert all(line["name"] == "cross-entropy diverges" and line["step"] <= ended["step"] for line in diverged)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_says_nothing_twice(tiny_llama_dir, tmp_path):
-    def trained(steps, checkpoint=None, seen=None):
-        model, keys = AutoModelForCausalLM.from_pretrained(tiny_llama_dir), {"save_strategy": "steps", "save_steps": 4}
-        keys |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": steps}
-        trainer = plain_trainer(tmp_path, model, **keys)
-        callback = HealthCallback()
-        trainer.add_callback(callback)
-        with warnings.catch_warnings(action="ignore"):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        return callback
-
-    assert "cross-entropy diverges" in trained(12).reported
-    first = lines(tmp_path)
-    resumed = trained(14, str(tmp_path / "checkpoint-12"))
-    assert lines(tmp_path) == first and "cross-entropy diverges" in resumed.reported
-    # A checkpoint from before: the values until then are known, so it is recognised at the same step.
-    again = trained(12, str(tmp_path / "checkpoint-4"))
-    assert again.reported and lines(tmp_path)[len(first)]["step"] == first[0]["step"]
-    # A new run in the same folder replaces the file.
-    trained(2)
-    assert lines(tmp_path) == []

@@ -85,15 +85,6 @@ def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inp
     assert final_step(out) == STEPS and result(out) == unbroken("sft_full")
 
 
-def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inputs, out):
-    config = config_of("sft_full", inputs, out, max_steps=2)
-    inject = before(ebft.run.output, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()])
-    said = trained(config, 128 + 2, inject)
-    assert "final model was saved, so it is incomplete. Stopped at step 2. " in said and final_step(out) is None
-    trained(config)
-    assert final_step(out) == 2
-
-
 def test_a_request_of_another_thread_stops_a_single_process_where_it_can():
     stop, added = StopOnSignal(), []
     trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), may_stop=False, add_callback=added.append)
