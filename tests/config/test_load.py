@@ -149,22 +149,14 @@ def test_values_at_the_bounds():
         check_runnable(RunConfig.from_dict(nested(name, value)))
 
 
-@pytest.mark.parametrize(("keys", "unknown", "nearest"), [
-    ({"learning_rte": 1.0e-5}, "'learning_rte'", "'learning_rate'"),
-    ({"stride": 4}, "'stride'", "'ebft.stride'"),
-    ({"unlike_anything": 1}, "'unlike_anything'", "Run `ebft config` to list all keys"),
-])  # fmt: skip
-def test_an_unknown_key_names_the_nearest(keys, unknown, nearest):
-    assert_refused(("Unknown key", unknown, nearest), RunConfig.from_dict, {**MINIMAL, **keys})
-
-
 OVERRIDES = [
     ("x" * 5000, "key=value"), ("stride", "'stride': expected key=value", "ebft.stride=4"),
     ("--learning-rate=1e-4", "'--learning-rate'"), ("seed=[", "not valid YAML", "Quote it"),
     ("base_model.x=1", "cannot set 'x' in 'some/model'"),
     ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"),
     ("datasets.1.path=a", "type"),
-    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"),
+    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"), ("stride=4", "'stride'", "'ebft.stride'"),
+    ("unlike_anything=1", "Unknown key 'unlike_anything'", "Run `ebft config` to list all keys"),
     *((f"learning_rate={text}", "learning_rate") for text in ("1e400", ".nan", "1,5")),
     ("chat_template=&a[*a]", "chat_template"),
 ]  # fmt: skip

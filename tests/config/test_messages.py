@@ -246,17 +246,15 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({**dataset(train_on_eos="all"), **STRIDED}, "datasets.0.train_on_eos: all has the effect of turn in strided ..."),
     ({**dataset(type="chat_template.transform_prompts", field_tools="functions"), **GRPO},
      "datasets.0.field_tools: no effect with rl: grpo..."),
-    *(case for labels in ({"roles_to_train": ["user"]}, {"train_on_eos": "none"}, {"message_field_training": "t"})
-      for key in labels for case in (
-          ({**dataset(type="chat_template.transform_prompts", **labels), **GRPO},
+    *(case for key, value in (("roles_to_train", ["user"]), ("train_on_eos", "none"), ("message_field_training", "t"))
+      for case in (
+          ({**dataset(type="chat_template.transform_prompts", **{key: value}), **GRPO},
            f"datasets.0.{key}: no effect with rl: grpo{OF_TURNS}..."),
-          *(({**dataset(type="ebft_strided_chat.transform_last_turn", **labels), **method},
-             f"datasets.0.{key}: no effect with type: ebft_strided_chat.transform_last_turn{OF_TURNS}...")
-            for method in ({}, STRIDED)),
-          *(({**dataset(type=kind, **labels), **STRIDED}, None) for kind in ("chat_template", "ebft_strided_chat")))),
-    *(({**dataset(type="ebft_reasoning.transform_strided"), "roles_to_train": ["user"], **method},
-       f"roles_to_train: no effect with type: ebft_reasoning.transform_strided{OF_TURNS}...")
-      for method in ({}, STRIDED)),
+          ({**dataset(type="ebft_strided_chat.transform_last_turn", **{key: value}), **STRIDED},
+           f"datasets.0.{key}: no effect with type: ebft_strided_chat.transform_last_turn{OF_TURNS}..."),
+          ({**dataset(**{key: value}), **STRIDED}, None))),
+    ({**dataset(type="ebft_reasoning.transform_strided"), "roles_to_train": ["user"]},
+     f"roles_to_train: no effect with type: ebft_reasoning.transform_strided{OF_TURNS}..."),
     (stream(sample_packing=False), "sample_packing: false has no effect with streaming..."),
     *((stream(**keys), None) for keys in ({"sample_packing": True}, {"skip_prepare_dataset": True},
                                          {"dataset_num_proc": 1})),

@@ -1,4 +1,4 @@
-"""Optimizers of other packages: the memory of their states, arguments, and resuming from a checkpoint."""
+"""Optimizers of other packages: arguments, and resuming from a checkpoint."""
 
 import pytest
 import torch
@@ -26,27 +26,13 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def bytes_of(tensor):
-    """The bytes of a tensor, or of those that a quantised one consists of."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.numel() * tensor.element_size()
-
-
-def state_per_weight(trainer):
-    values = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    weights = sum(weight.numel() for weight in trainer.model.parameters())
-    return sum(bytes_of(value) for value in values if isinstance(value, torch.Tensor)) / weights
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "most"), [("adamw_torch_8bit", 2.3), ("adamw_torch_4bit", 1.1)])
-def test_states_of_torchao_need_fewer_bytes_learn_the_same_and_are_restored(optimizer, most, tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_states_of_torchao_learn_the_same_and_are_restored(optimizer, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes a minute, results are the same
     whole, exact = trainer_with(tmp_path, optimizer, save_strategy="steps"), trainer_with(tmp_path / "e", "adamw_torch")
     for trainer in (whole, exact):
         trainer.train()
-    assert most / 2 < state_per_weight(whole) < most and 8 <= state_per_weight(exact) < 8.01
     assert losses(whole) == pytest.approx(losses(exact), rel=0.02)
     resumed = trainer_with(tmp_path, optimizer)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -13,7 +13,7 @@ from ebft.errors import ConfigError, SaveError
 from ebft.monitor.run_files import set_aside
 from ebft.run.checks import check_runnable
 from ebft.run.output import _publish, claim, final_step, listed
-from ebft.run_files import CARD
+from ebft.run_files import CARD, HEALTH, METRICS, RUN, START, read_run
 from tests.run.crash import before, config_of, kill, run, trained
 
 NEW = {"auto_resume_from_checkpoints": False}
@@ -176,14 +176,17 @@ def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, 
     found, weights = checkpoints(out), (out / "adapter_model.safetensors").read_bytes()
     write(out, "merged/config.json")  # of ebft merge-lora
     keys |= {"max_steps": 4, "learning_rate": 1e-3}
+    write(out, HEALTH, '{"step": 1}\n')
     trained(config_of("sft", inputs, out, **keys, **NEW, datasets=MISSING), 2)
     assert final_step(out) == 6 and checkpoints(out) == found
+    assert json.loads((out / START).read_text())["state"] == "failed" and read_run(out)["state"] == "finished"
     inject = before(ebft.trainer.OverTrainer, "training_step", 4, kill)
     said, earlier = trained(config_of("sft", inputs, out, **keys, **NEW), -9, inject), out / "previous" / "1"
     assert f"The files of an earlier run were moved to {earlier}" in said
     assert checkpoints(out) == {"checkpoint-2"} and final_step(out) is None
     assert not (out / "adapter_model.safetensors").exists()
-    assert checkpoints(earlier) == found and final_step(earlier) == 6 and (earlier / "metrics.jsonl").is_file()
+    assert checkpoints(earlier) == found and final_step(earlier) == 6 and not (out / START).exists()
+    assert all((earlier / name).is_file() for name in (METRICS, RUN, HEALTH))
     assert (earlier / "adapter_model.safetensors").read_bytes() == weights
     assert list((out / "previous").iterdir()) == [earlier]
     assert (earlier / "merged" / "config.json").is_file() and not (out / "merged").exists()
