@@ -197,13 +197,13 @@ def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:
     api = HfApi()
     try:
         (api.dataset_info if kind == "dataset" else api.model_info)(name, timeout=REACH_TIMEOUT)
-    except GatedRepoError as gated:
-        raise error(f"{assumed}, but it is gated. Request access on the Hub, then run `hf auth login`.") from gated
-    except (RepositoryNotFoundError, HFValidationError) as unknown:
-        raise error(f"{assumed}, but there is no such {kind} on the Hub. Correct the id or the path.") from unknown
-    except Exception as unreachable:  # the client's transport errors have no common public base class
-        fetched = "" if near is None else f", {key}={near} after `ebft fetch {near}`"
-        raise error(
-            f"{assumed}, but the Hub cannot be reached ({cause(unreachable)}). Use a local path{fetched}, or set "
-            "HF_HUB_OFFLINE=1 if the files are in the local cache."
-        ) from unreachable
+    except Exception as failure:  # the client's transport errors have no common public base class
+        is_unknown = isinstance(failure, (RepositoryNotFoundError, HFValidationError))
+        is_unknown = is_unknown and not isinstance(failure, GatedRepoError)
+        problem = f"there is no such {kind} on the Hub. Correct the id or the path."
+        if not is_unknown:
+            problem = (
+                f"the Hub cannot be reached ({cause(failure)}). Use a local path, log in with `hf auth login`, or set "
+                "HF_HUB_OFFLINE=1 if the files are in the local cache."
+            )
+        raise error(f"{assumed}, but {problem}") from failure

@@ -191,17 +191,13 @@ def check_rollouts(folder: Path) -> None:
     if rollout_files(folder):
         return
     run = read_run(folder)
-    config, state = run.get("config"), state_of(run)
-    config = config if isinstance(config, dict) else {}
+    config = found if isinstance(found := run.get("config"), dict) else {}
+    problem = ". Set log_rollouts: few, or all, in the config of the run to write it."
     if config and not samples_rollouts(config):
-        classifier = any(config.get(flag) for flag in ("reward_model", "process_reward_model"))
-        plain = config.get("rl") is None and not classifier
-        method = "supervised fine-tuning" if plain else run.get("method") or "its method"
-        done = "logs no rollouts" if config.get("rl") == "sdft" else "samples no rollouts"
-        raise RunError(f"{folder} has no {ROLLOUTS}: {method} {done}.")
-    if logs_rollouts(config):
-        raise RunError(f"{folder} has no {ROLLOUTS} yet: no step is complete (run: {state}).")
-    raise RunError(f"{folder} has no {ROLLOUTS}. Set log_rollouts: few, or all, in the config of the run to write it.")
+        problem = f": {run.get('method') or 'its method'} logs no rollouts."
+    elif logs_rollouts(config):
+        problem = f" yet: no step is complete (run: {state_of(run)})."
+    raise RunError(f"{folder} has no {ROLLOUTS}{problem}")
 
 
 def samples_rollouts(config: dict[str, Any]) -> bool:

@@ -92,12 +92,12 @@ def test_other_spellings_of_a_file(tmp_path, text):
 
 
 @pytest.mark.parametrize(("text", "parts"), [
-    ("", ("run.yaml", "is empty", "base_model")), ("hello" * 2000, ("mapping",)),
+    ("", ("run.yaml", "is empty", "base_model")), ("hello" * 2000, ("key: value",)),
     ("seed: 1\n", ("base_model is missing", "datasets is missing")), (b"base_model: caf\xe9\n", ("run.yaml", "UTF-8")),
     ("ebft:\n\tstride: 4\n", ("line 2", "tab")), ("datasets: [{path: a, type: b}\nrl: ebft\n", ("line",)),
     ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
     ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
-    ("%YAML 1.1\n---\nbase_model: model\n", ("invalid YAML: configs are read as YAML 1.2",)),
+    ("%YAML 1.1\n---\nbase_model: model\n", ("configs are read as YAML 1.2",)),
     ("[" * 5000, ("run.yaml",)), ("base_model: m\n~: 1\n", ("unknown key",)),
     (PLAIN + "output_dir: >\n  outputs/run\n", ("output_dir", ">-")),
     (PLAIN + "lr_scheduler_kwargs: {a: [.inf]}\n", ("lr_scheduler_kwargs", "finite")),

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from ebft.config.keys.run import RATE_KEYS
-from ebft.errors import ConfigError, ModelError, warn
+from ebft.errors import ConfigError, ModelError, doing, warn
 from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.methods.processes import deepspeed_settings, fsdp_arguments
@@ -29,14 +29,10 @@ from ebft.transformers_internals import checkpointing_argument, is_torch_tf32_av
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
-    """The arguments for `rows` rows. Raises ConfigError for what only transformers detects."""
+    """The arguments for `rows` rows."""
     kwargs = training_kwargs(config, this_machine(), rows, has_eval)
-    try:
+    with doing("passing the settings of the config to the trainer"):
         args = config.method.arguments_class()(**kwargs)
-    except ConfigError:
-        raise
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"The trainer does not accept these settings: {error}") from error
     use_one_gpu(args)
     return args
 
