@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ebft.errors import DataError, EBFTError, ModelError, cause, shortened
-from ebft.files import check_regular, exists
+from ebft.files import exists
 
 # Written when `ebft fetch` has finished a folder: the origin of its content, and the sizes of its files.
 MARK = "fetched.json"
@@ -88,12 +88,9 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
     The marker files of earlier versions have no sizes: None stands for any.
     """
     mark = folder / MARK
-    try:
-        found = dict(json.loads(mark.read_text(encoding="utf-8"))) if mark.is_file() else {}
-        sizes = found.pop("files", {"model.safetensors": None})
-        return sizes if found == model.origin else None
-    except (ValueError, TypeError):  # an incomplete file
-        return None
+    found = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+    sizes = found.pop("files", {"model.safetensors": None})
+    return sizes if found == model.origin else None
 
 
 def is_gguf(name: str) -> bool:
@@ -132,7 +129,6 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     error = DataError if kind == "dataset" else ModelError
     path = _path(name)
     if exists(path):
-        check_regular(path, error, f"{key}: {name}")
         return path
     if kind == "model" and name in MODELS:
         folder = fetched_folder(name)

@@ -160,16 +160,6 @@ def _flush_one(path: Path) -> None:
         os.close(handle)
 
 
-def expand_home(path: str) -> str:
-    """`path` with a leading `~` replaced with the home folder. Raises ValueError if there is no such user."""
-    if not path.startswith("~"):
-        return path
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~"):
-        raise ValueError(f"the home folder of {path!r} is unknown. Write the full path.")
-    return expanded
-
-
 def exists(path: Path) -> bool:
     """Whether `path` exists; False for names that the system does not accept, such as very long ones."""
     try:
@@ -195,12 +185,6 @@ def is_free(path: Path, *starts: bytes) -> bool:
     except FileNotFoundError:
         return True
     return not begin or begin.lower().startswith(starts)
-
-
-def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
-    """Raise `error` for a pipe, device or socket, from which reading may never end; `name` describes the path."""
-    if exists(path) and not path.is_file() and not path.is_dir():
-        raise error(f"{name} is a pipe, a device or a socket. Give a regular file.")
 
 
 def json_object(path: Path) -> dict[str, Any]:

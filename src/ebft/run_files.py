@@ -6,10 +6,9 @@ import json
 import os
 import re
 import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ebft.errors import RunError
 from ebft.files import CHECKSUMS, RUN_FILE, STATE
@@ -66,7 +65,7 @@ class Tail:
         At most 8 MiB are read in a call, more if a line is longer. A missing file has no lines.
         """
         try:
-            with _open(self.path) as file:
+            with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 restarts = status.st_ino != self._inode or status.st_size < self._offset
                 if restarts:
@@ -110,15 +109,6 @@ class JsonTail:
         return [row for row in found if row is not None], restarts
 
 
-def _open(path: Path) -> BinaryIO:
-    """A regular file, for reading. Raises OSError for others, such as named pipes, whose reading may never end."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
-    return open(descriptor, "rb")
-
-
 def parse(line: str | bytes) -> dict[str, Any] | None:
     """The object in a line, or None if there is none."""
     try:
@@ -131,8 +121,7 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if the file is missing or has none."""
     try:
-        with _open(path) as file:
-            return parse(file.read())
+        return parse(path.read_bytes())
     except OSError:
         return None
 
@@ -140,11 +129,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def read_all(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSON Lines file, without corrupted lines; none if the file cannot be read."""
     try:
-        with _open(path) as file:
-            for line in file:
-                row = parse(line)
-                if row is not None:
-                    yield row
+        with path.open("rb") as file:
+            yield from (row for line in file if (row := parse(line)) is not None)
     except OSError:
         return
 

@@ -119,8 +119,6 @@ VALUES = [  # a dotted key, values that it does not accept, and more that the me
     ("rl", ("sft",), "'orpo' or 'simpo' (leave it out for SFT)."),
     ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
     ("wandb_name", (7,), "put it in quotes"), ("output_dir", ("", ["out"])), ("base_model", ("", 5, " ")),
-    ("gradient_checkpointing", ("offload_disk",), "gradient_checkpointing: offload_disk is not supported: activations "
-     "are not written to disk. Use gradient_checkpointing: true, with activation_offloading: true to keep them in"),
     ("datasets", ([], "rows.jsonl", {"path": "rows.jsonl", "type": "completion"}, [None])),
     ("datasets", ([{"path": "rows.jsonl"}], [{**ROW, "type": ""}]), "type"),
     ("datasets", ([{**ROW, "path": " "}],), "path"),

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from ebft.errors import ConfigError, EBFTError, cause, shortened
 
 
@@ -75,7 +73,7 @@ def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any
 
 def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The keys that plugin `name` declares with `get_input_args`, with their values among the `given` ones. Raises
-    ConfigError for an invalid value, or if the declaration is none."""
+    ConfigError for an invalid value, or if the declaration is no pydantic.BaseModel."""
     if not hasattr(plugin, "get_input_args"):
         return {}
     what = f"plugins: {name}.get_input_args"
@@ -84,15 +82,9 @@ def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, An
     if path is None:
         return {}
     declared = find_function(what, path) if isinstance(path, str) else path
-    if not (inspect.isclass(declared) and issubclass(declared, BaseModel)):
-        raise ConfigError(f"{what} returned {path!r:.100}. It must return the path of a pydantic.BaseModel, or None.")
-    try:
-        values = declared.model_validate({key: value for key, value in given.items() if key in declared.model_fields})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or ", ".join(given)
-        raise ConfigError(f"{key}: {first['msg']} ({name}.get_input_args). Correct it in the config.") from error
-    return values.model_dump()
+    with user_code(what, ConfigError):
+        known = {key: value for key, value in given.items() if key in declared.model_fields}
+        return declared.model_validate(known).model_dump()
 
 
 def no_function(

@@ -20,7 +20,6 @@ from huggingface_hub import ModelCardData
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.section import changed_keys
 from ebft.errors import SaveError, cause, doing, warn
-from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
 from ebft.printed import say, without_secrets, without_secrets_in_text
@@ -238,7 +237,7 @@ def trackers(config: RunConfig) -> list[str]:
 
 
 def start_trackers(names: list[str], run_name: str | None) -> None:
-    """Start what needs a package, an account, a network or a folder, so that its error precedes the model's loading."""
+    """Start what needs a package, an account, or a network, so that its error precedes the model's loading."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     with doing(f"creating the trackers of report_to: {names}"):
@@ -249,11 +248,6 @@ def start_trackers(names: list[str], run_name: str | None) -> None:
         with doing("starting the tracker wandb (wandb_mode: offline needs no account)"):
             if wandb.run is None:  # transformers continues with the run
                 wandb.init(project=os.getenv("WANDB_PROJECT", "huggingface"), name=run_name)
-    folder = os.getenv("TENSORBOARD_LOGGING_DIR")
-    if "tensorboard" in names and folder:
-        with doing("creating the folder TENSORBOARD_LOGGING_DIR of TensorBoard"):
-            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
-            check_writable(Path(folder).expanduser())
 
 
 def tracker_environment(config: RunConfig) -> dict[str, str]:
