@@ -65,6 +65,7 @@ def structured(**trl):
     ({"chunked_cross_entropy": True, "torch_compile": True},
      "chunked_cross_entropy is incompatible with torch_compile. Remove one"),
     ({"torch_compile": True, "budget": {"flops": 1e18}}, "budget.flops is not supported with torch_compile"),
+    ({"sample_packing": True, "group_by_length": True}, "group_by_length groups rows by length, but sample_packing"),
     # Processes
     *(({key: 2}, f"{key}: 2 is not supported: ")
       for key in ("tensor_parallel_size", "context_parallel_size", "dp_replicate_size", "expert_parallel_size")),
@@ -127,7 +128,6 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     ({"optimizer": "adamw_torch_8bit", "optim_args": {"block_size": 128}},
      "optim_args.block_size: transformers does not read 128"),
     ({"datasets": [{"path": "a", "type": "alpaca:chat"}]}, "'alpaca:chat' is not supported: write the style"),
-    ({"sample_packing": True, "group_by_length": True}, "group_by_length groups rows by length, but sample_packing"),
     ({"evaluation": {"pass_at": [1, 100]}, **STRIDED}, "evaluation.pass_at: pass@100 .*, got 4. Increase"),
     (strided(temperature=0.0), "temperature: 0 is greedy decoding: .* Set temperature above 0"),
     ({**strided(single_pass=True), "gradient_checkpointing": True}, "ebft.single_pass is incompatible with gradient_c"),

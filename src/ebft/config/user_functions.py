@@ -33,18 +33,9 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
     if not all(name.split(".")) or not module:
         raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
     search_folders(os.getcwd())
-    try:
-        with user_code(f"{key}: importing {module!r} for {name!r}", error):
-            found = importlib.import_module(module)
-    except EBFTError as problem:
-        failure = problem.__cause__
-        if not isinstance(failure, ModuleNotFoundError) or not f"{module}.".startswith(f"{failure.name}."):
-            raise
-        raise error(
-            f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
-            f"{os.getcwd()}, in the folder of the config, or in the installed packages. Run the command in the folder "
-            f"of {module.partition('.')[0]}, or add that folder to PYTHONPATH.{hint}"
-        ) from failure
+    what = f"{key}: importing {module!r} for {name!r} from {os.getcwd()}, the folder of the config or PYTHONPATH failed"
+    with user_code(what, error, lambda happened: f"{what}: {happened}{hint if 'NotFound' in happened else ''}"):
+        found = importlib.import_module(module)
     if not callable(vars(found).get(function)):
         own = lambda value: callable(value) and getattr(value, "__module__", None) == module
         there = [each for each, value in vars(found).items() if own(value) and not each.startswith("_")]

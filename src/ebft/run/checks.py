@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebft.catalog import is_gguf, lasting_name
-from ebft.config.rules import INTERACTIVE
+from ebft.config.rules import INTERACTIVE, refuse
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened, warn
@@ -33,22 +33,23 @@ if TYPE_CHECKING:
 
 def check_machine(config: RunConfig, machine: Machine) -> None:
     """Raise ConfigError, with an alternative, for settings that this machine does not support."""
+    problems = list(config.method.problems_here(config, machine))
     if config.deepspeed is not None and not machine.has_accelerator:
-        raise ConfigError(
+        problems.append(
             "deepspeed requires GPUs: on CPU, accelerate lets each process train on all rows. Remove deepspeed to use "
             "DDP, or set fsdp: true, which also runs on CPU."
         )
     if config.fsdp and machine.processes == 1:
-        raise ConfigError(
+        problems.append(
             "fsdp shards the model over several processes, but only one runs. Start several, for example ebft train "
             "CONFIG --num-processes 2, or remove fsdp."
         )
+    if problems:
+        raise ConfigError("\n".join(problems))
     if config.tf32 and not machine.supports_tf32:
         warn("tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.")
     if config.activation_offloading and not machine.has_accelerator:
         warn("activation_offloading: true has no effect on CPU: activations are in main memory.")
-    for problem in config.method.problems_here(config, machine):
-        raise ConfigError(problem)
     missing = list(_missing_on_gpus(config)) if machine.has_accelerator else []
     if missing:
         raise MissingPackageError("\n".join(missing))
@@ -61,29 +62,14 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     `elsewhere`: training may run on another machine, so packages that are missing here are warnings, and the number of
     processes is not checked.
     """
-    if config.sample_packing and config.group_by_length:
-        raise ConfigError(
-            "group_by_length groups rows by length, but sample_packing fills all rows up to sequence_len. Remove one."
-        )
     problems = list(config.method.problems(config))
-    if problems:
+    if not elsewhere:
+        problems += _problems_of_launch(config, launched_processes() if processes is None else processes)
+    if problems := problems + list(_overwritten(config)):
         raise ConfigError("\n".join(problems))
     if config.evaluation.pass_at:
         config.evaluation.counts(config.method.sampling(config).samples)  # raises
     check_types(config)
-    if not elsewhere:
-        processes = launched_processes() if processes is None else processes
-        if config.dp_shard_size not in (None, 1, processes):
-            raise ConfigError(
-                f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {processes} processes. "
-                "Remove it."
-            )
-        if config.ddp not in (None, processes > 1):
-            raise ConfigError(
-                f"ddp: {str(config.ddp).lower()}, but the number of processes is {processes}. Remove ddp, or start "
-                "another number, for example ebft train CONFIG --num-processes 2."
-            )
-    _check_not_overwritten(config)
     check_own(config)
     missing = list(config.method.missing_packages(config))
     if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
@@ -104,6 +90,13 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
         warn(f"Needed for training: {message}")
     for message in _missing_on_gpus(config) if elsewhere else ():
         warn(f"Needed for training on a GPU: {message}")
+
+
+def _problems_of_launch(config: RunConfig, processes: int) -> Iterator[str]:
+    if config.dp_shard_size not in (None, 1, processes):
+        yield f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {processes} processes."
+    if config.ddp not in (None, processes > 1):
+        yield f"ddp: {str(config.ddp).lower()}, but the number of processes is {processes}. Remove ddp."
 
 
 def _missing_on_gpus(config: RunConfig) -> Iterator[str]:
@@ -139,8 +132,8 @@ def check_types(config: RunConfig) -> None:
         check_transform(entry.type, config.required_rows)
 
 
-def _check_not_overwritten(config: RunConfig) -> None:
-    """Check that the run neither replaces nor moves the files that training starts from."""
+def _overwritten(config: RunConfig) -> Iterator[str]:
+    """What the run would replace or move of the files that training starts from."""
     with doing(f"looking for output_dir: {shortened(config.output_dir, 200)!r}"):
         output = os.path.realpath(config.output_dir)
     for section in ("datasets", "test_datasets"):
@@ -149,7 +142,7 @@ def _check_not_overwritten(config: RunConfig) -> None:
             way = Path(os.path.relpath(output, data)).parts  # hidden folders are not read
             is_read = os.path.isdir(data) and not any(part.startswith(".") for part in way)
             if entry.data_files is None and is_read:
-                raise ConfigError(
+                yield (
                     f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, whose "
                     "files are all read as data, so that this or a later run would read the files of this run. "
                     "Set output_dir to another folder, or name the files in data_files."
@@ -161,12 +154,12 @@ def _check_not_overwritten(config: RunConfig) -> None:
         with doing(f"looking for {key}: {shortened(name)}"):
             source = os.path.realpath(lasting_name(name))
         if output in (source, os.path.realpath(os.path.expanduser(name))):
-            raise ConfigError(
+            yield (
                 f"output_dir: {config.output_dir} is the folder of {key}, whose files the trained model would replace, "
                 "or also its name. Choose another folder."
             )
         if source.startswith(os.path.join(output, "checkpoint-")):
-            raise ConfigError(
+            yield (
                 f"output_dir: {config.output_dir} contains {key}: {name}, a checkpoint of an earlier run, which a new "
                 "run in the same folder moves away. Choose another folder."
             )
@@ -245,5 +238,4 @@ def check_adapted_experts(config: RunConfig, model: nn.Module) -> None:
 
     if config.lora_target_parameters is None and any(isinstance(module, ParamWrapper) for module in model.modules()):
         key = "lora_model_dir" if config.lora_model_dir is not None else "lora_target_modules"
-        for problem in expert_problems(config, f"{key}, which adapts the fused experts of this model,"):
-            raise ConfigError(problem)
+        refuse(expert_problems(config, f"{key}, which adapts the fused experts of this model,"))
