@@ -67,7 +67,8 @@ def structured(**trl):
     ({"torch_compile": True, "budget": {"flops": 1e18}}, "budget.flops is not supported with torch_compile"),
     ({"sample_packing": True, "group_by_length": True}, "group_by_length groups rows by length, but sample_packing"),
     # Processes
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported: "), ({"dp_shard_size": 2}, "dp_shard_size: 2 needs fsdp"), ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported: "),
+    ({"dp_shard_size": 2}, "dp_shard_size: 2 needs fsdp"), ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and"),
     ({"fsdp_config": {"offload_params": True}}, "Add fsdp: true"),
     ({"fsdp": True, "fsdp_version": 1}, "fsdp_version: 1 is not supported, only FSDP2"),
     ({**STRIDED, "fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, "only supported by SFT"),

@@ -19,9 +19,8 @@ from ebft.methods.processes import deepspeed_settings, fsdp_arguments
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
-from ebft.run.checks import check_adapted_experts, launched_processes
+from ebft.run.checks import check_adapted_experts, launched_processes, optimizer_arguments
 from ebft.run.config.schema import RunConfig
-from ebft.run.optimizer import optimizer_arguments
 from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers
 from ebft.serving.server import VLLMServer
@@ -227,16 +226,12 @@ def _with_evaluations(config: RunConfig, kwargs: dict[str, Any], steps_per_epoch
 
 def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:
     """Whether each checkpoint has an evaluation, as transformers requires for loading the best one."""
-    if kwargs["save_strategy"] == "best":
-        return True
-    save, evaluate = kwargs.get("save_steps"), kwargs.get("eval_steps")
-    if kwargs["save_strategy"] != kwargs["eval_strategy"] or kwargs["save_strategy"] == "no":
-        return False
-    if kwargs["save_strategy"] == "epoch":
-        return True
-    if save is None or evaluate is None or (save < 1) != (evaluate < 1):
-        return False
-    return save % evaluate == 0 if save >= 1 else (save * 1_000_000) % (evaluate * 1_000_000) == 0
+    strategy, save, evaluate = kwargs["save_strategy"], kwargs.get("save_steps"), kwargs.get("eval_steps")
+    if strategy in ("best", "no") or strategy != kwargs["eval_strategy"]:
+        return strategy == "best"
+    if strategy == "epoch" or save is None or evaluate is None or (save < 1) != (evaluate < 1):
+        return strategy == "epoch"
+    return (save * 1_000_000) % (evaluate * 1_000_000) == 0
 
 
 def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | None:
