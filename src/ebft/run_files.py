@@ -211,9 +211,7 @@ def settings_in_effect(run: dict[str, Any]) -> dict[str, Any]:
 
     The latter have a note with the value of the config, which has no effect. `run`: the content of run.json.
     """
-    changed, config, optimizer = (
-        value if isinstance(value, dict) else {} for value in map(run.get, ("changed", "config", "optimizer"))
-    )
+    changed, config, optimizer = (run.get(key) or {} for key in ("changed", "config", "optimizer"))
     restored = {
         key: f"{value} (restored from the checkpoint; {config[key]} in the config has no effect)"
         for key, value in optimizer.items()

@@ -17,7 +17,8 @@ from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.methods.processes import deepspeed_settings, fsdp_arguments
 from ebft.models.causal_lm import unwrap_adapter
-from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
+from ebft.monitor.budget import StopAtBudget
+from ebft.monitor.metrics import ConsoleMetrics, ProgressBar
 from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
 from ebft.run.checks import check_adapted_experts, launched_processes, optimizer_arguments
 from ebft.run.config.schema import RunConfig
