@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ebft.errors import DataError, EBFTError, ModelError, cause, shortened
-from ebft.files import check_regular, exists
+from ebft.files import exists
 
 # Written when `ebft fetch` has finished a folder: the origin of its content, and the sizes of its files.
 MARK = "fetched.json"
@@ -88,12 +88,9 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
     The marker files of earlier versions have no sizes: None stands for any.
     """
     mark = folder / MARK
-    try:
-        found = dict(json.loads(mark.read_text(encoding="utf-8"))) if mark.is_file() else {}
-        sizes = found.pop("files", {"model.safetensors": None})
-        return sizes if found == model.origin else None
-    except (ValueError, TypeError):  # an incomplete file
-        return None
+    found = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+    sizes = found.pop("files", {"model.safetensors": None})
+    return sizes if found == model.origin else None
 
 
 def is_gguf(name: str) -> bool:
@@ -132,7 +129,6 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     error = DataError if kind == "dataset" else ModelError
     path = _path(name)
     if exists(path):
-        check_regular(path, error, f"{key}: {name}")
         return path
     if kind == "model" and name in MODELS:
         folder = fetched_folder(name)
@@ -197,13 +193,13 @@ def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:
     api = HfApi()
     try:
         (api.dataset_info if kind == "dataset" else api.model_info)(name, timeout=REACH_TIMEOUT)
-    except GatedRepoError as gated:
-        raise error(f"{assumed}, but it is gated. Request access on the Hub, then run `hf auth login`.") from gated
-    except (RepositoryNotFoundError, HFValidationError) as unknown:
-        raise error(f"{assumed}, but there is no such {kind} on the Hub. Correct the id or the path.") from unknown
-    except Exception as unreachable:  # the client's transport errors have no common public base class
-        fetched = "" if near is None else f", {key}={near} after `ebft fetch {near}`"
-        raise error(
-            f"{assumed}, but the Hub cannot be reached ({cause(unreachable)}). Use a local path{fetched}, or set "
-            "HF_HUB_OFFLINE=1 if the files are in the local cache."
-        ) from unreachable
+    except Exception as failure:  # the client's transport errors have no common public base class
+        is_unknown = isinstance(failure, (RepositoryNotFoundError, HFValidationError))
+        is_unknown = is_unknown and not isinstance(failure, GatedRepoError)
+        problem = f"there is no such {kind} on the Hub. Correct the id or the path."
+        if not is_unknown:
+            problem = (
+                f"the Hub cannot be reached ({cause(failure)}). Use a local path, log in with `hf auth login`, or set "
+                "HF_HUB_OFFLINE=1 if the files are in the local cache."
+            )
+        raise error(f"{assumed}, but {problem}") from failure

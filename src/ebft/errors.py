@@ -1,6 +1,5 @@
 """Errors that a user can correct, with one class for each source of error."""
 
-import errno
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -49,8 +48,8 @@ class SaveError(EBFTError):
         """The error for a folder that could not be written; earlier checkpoints, with `newest`, are unchanged."""
         kept = "Earlier checkpoints are unchanged" + ("" if newest is None else f", the newest is {newest}")
         return cls(
-            f"{folder} could not be saved: {save_problem(folder, error)} {kept}. {save_remedy(folder, error)}, then "
-            "resume with auto_resume_from_checkpoints: true."
+            f"{folder} could not be saved: {save_problem(folder, error)} {kept}. Free disk space or correct its "
+            "permissions, then resume with auto_resume_from_checkpoints: true."
         )
 
 
@@ -58,26 +57,6 @@ def save_problem(folder: Path, error: BaseException) -> str:
     """What was raised when `folder` was written, with the free space on its disk."""
     free, existing = free_disk(folder.absolute().parent)
     return f"{cause(error)} ({free / 2**20:,.0f} MiB are free in {existing})."
-
-
-def save_remedy(folder: Path, error: BaseException) -> str:
-    """What to do about it, as the beginning of a sentence."""
-    if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
-        return f"Correct the permissions of {getattr(error, 'filename', None) or folder.parent}, or of its folder"
-    is_of_disk = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-    is_of_disk = is_of_disk or any(word in str(error) for word in _OF_A_FULL_DISK)
-    return "Free disk space or correct its permissions" if is_of_disk else "Correct the cause"
-
-
-# Of libraries that do not raise OSError for a full disk: tokenizers, safetensors, torch.save.
-_OF_A_FULL_DISK = (
-    "os error",
-    "No space left",
-    "I/O error",
-    "PytorchStreamWriter",
-    "inline_container",
-    "iostream error",
-)
 
 
 class FetchError(EBFTError):

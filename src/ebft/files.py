@@ -16,14 +16,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ebft.errors import DataError, EBFTError, cause
+from ebft.errors import DataError, EBFTError, doing
 
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
 
@@ -161,16 +160,6 @@ def _flush_one(path: Path) -> None:
         os.close(handle)
 
 
-def expand_home(path: str) -> str:
-    """`path` with a leading `~` replaced with the home folder. Raises ValueError if there is no such user."""
-    if not path.startswith("~"):
-        return path
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~"):
-        raise ValueError(f"the home folder of {path!r} is unknown. Write the full path.")
-    return expanded
-
-
 def exists(path: Path) -> bool:
     """Whether `path` exists; False for names that the system does not accept, such as very long ones."""
     try:
@@ -196,12 +185,6 @@ def is_free(path: Path, *starts: bytes) -> bool:
     except FileNotFoundError:
         return True
     return not begin or begin.lower().startswith(starts)
-
-
-def check_regular(path: Path, error: type[EBFTError], name: str) -> None:
-    """Raise `error` for a pipe, device or socket, from which reading may never end; `name` describes the path."""
-    if exists(path) and not path.is_file() and not path.is_dir():
-        raise error(f"{name} is a pipe, a device or a socket. Give a regular file.")
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -278,26 +261,14 @@ PACKED = (".gz", ".zst")  # endings of the names of files that `opened` unpacks
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedIOBase]:
-    """The bytes of a file, unpacked if its name ends with one of `PACKED`.
-
-    Raises DataError if it cannot be read or unpacked, or if the package that unpacks it is missing.
-    """
-    ending, damaged = path.suffix.lower(), (gzip.BadGzipFile, EOFError, zlib.error)
-    if ending == ".zst":
-        if find_spec("zstandard") is None:
-            raise DataError(f"{path} needs the package zstandard: pip install zstandard, or unpack the file.")
-        zstandard = import_module("zstandard")
-        damaged += (zstandard.ZstdError,)
-    try:
-        with path.open("rb") as file:
-            if ending == ".zst":
-                yield BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
-            else:
-                yield gzip.GzipFile(fileobj=file) if ending == ".gz" else file
-    except damaged as error:
-        raise DataError(f"{path}: cannot be unpacked ({cause(error)}). Correct the file or leave it out.") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+    """The bytes of a file, unpacked if its name ends with one of `PACKED`."""
+    ending = path.suffix.lower()
+    with doing(f"reading {path}"), path.open("rb") as file:
+        if ending == ".zst":
+            reader = import_module("zstandard").ZstdDecompressor().stream_reader(file, read_across_frames=True)
+            yield BufferedReader(reader)
+        else:
+            yield gzip.GzipFile(fileobj=file) if ending == ".gz" else file
 
 
 def read_text(path: Path) -> str:
@@ -347,7 +318,8 @@ def weights_hash(folder: Path, gguf_file: str | None = None) -> str | None:
 def tokenizer_hashes(folder: Path) -> dict[str, str]:
     """The hash of each file of the tokenizer in `folder`; of JSON files, the hash of their contents."""
     paths = {path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: _settings_hash(path) for path in sorted(paths)}
+    settings = lambda path: json_hash(settings_of(folder, path.name)) if path.suffix == ".json" else file_hash(path)
+    return {path.name: settings(path) for path in sorted(paths)}
 
 
 def settings_of(folder: Path, name: str) -> dict[str, Any]:
@@ -395,7 +367,13 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def _tensors_hash(files: list[Path]) -> str:
-    tensors = sorted(tensor for path in files for tensor in _tensors(path))
+    tensors: list[tuple[str, str, list[int], Path, int, int]] = []  # name, dtype, shape, file, start and end
+    for path in files:
+        header, begin = safetensors_header(path)
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            tensors.append((name, entry["dtype"], entry["shape"], path, begin + start, begin + end))
+    tensors.sort()
     reads_all = sum(end - start for *_, start, end in tensors) <= _ALL
     every = 1 if reads_all else -(-len(tensors) // _TENSORS)
     found = hashlib.sha256()
@@ -408,18 +386,3 @@ def _tensors_hash(files: list[Path]) -> str:
             file.seek(start + (end - start - length) // 2)
             found.update(file.read(length))
     return found.hexdigest()
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], Path, int, int]]:
-    """Name, dtype, shape, file, start and end of each tensor of a safetensors file."""
-    header, begin = safetensors_header(path)
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        yield name, entry["dtype"], entry["shape"], path, begin + start, begin + end
-
-
-def _settings_hash(path: Path) -> str:
-    try:
-        return json_hash(settings_of(path.parent, path.name)) if path.suffix == ".json" else file_hash(path)
-    except OSError:  # reported where it is loaded
-        return ""

@@ -6,10 +6,9 @@ import json
 import os
 import re
 import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ebft.errors import RunError
 from ebft.files import CHECKSUMS, RUN_FILE, STATE
@@ -66,7 +65,7 @@ class Tail:
         At most 8 MiB are read in a call, more if a line is longer. A missing file has no lines.
         """
         try:
-            with _open(self.path) as file:
+            with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 restarts = status.st_ino != self._inode or status.st_size < self._offset
                 if restarts:
@@ -110,15 +109,6 @@ class JsonTail:
         return [row for row in found if row is not None], restarts
 
 
-def _open(path: Path) -> BinaryIO:
-    """A regular file, for reading. Raises OSError for others, such as named pipes, whose reading may never end."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
-    return open(descriptor, "rb")
-
-
 def parse(line: str | bytes) -> dict[str, Any] | None:
     """The object in a line, or None if there is none."""
     try:
@@ -131,8 +121,7 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if the file is missing or has none."""
     try:
-        with _open(path) as file:
-            return parse(file.read())
+        return parse(path.read_bytes())
     except OSError:
         return None
 
@@ -140,11 +129,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def read_all(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSON Lines file, without corrupted lines; none if the file cannot be read."""
     try:
-        with _open(path) as file:
-            for line in file:
-                row = parse(line)
-                if row is not None:
-                    yield row
+        with path.open("rb") as file:
+            yield from (row for line in file if (row := parse(line)) is not None)
     except OSError:
         return
 
@@ -191,17 +177,13 @@ def check_rollouts(folder: Path) -> None:
     if rollout_files(folder):
         return
     run = read_run(folder)
-    config, state = run.get("config"), state_of(run)
-    config = config if isinstance(config, dict) else {}
+    config = found if isinstance(found := run.get("config"), dict) else {}
+    problem = ". Set log_rollouts: few, or all, in the config of the run to write it."
     if config and not samples_rollouts(config):
-        classifier = any(config.get(flag) for flag in ("reward_model", "process_reward_model"))
-        plain = config.get("rl") is None and not classifier
-        method = "supervised fine-tuning" if plain else run.get("method") or "its method"
-        done = "logs no rollouts" if config.get("rl") == "sdft" else "samples no rollouts"
-        raise RunError(f"{folder} has no {ROLLOUTS}: {method} {done}.")
-    if logs_rollouts(config):
-        raise RunError(f"{folder} has no {ROLLOUTS} yet: no step is complete (run: {state}).")
-    raise RunError(f"{folder} has no {ROLLOUTS}. Set log_rollouts: few, or all, in the config of the run to write it.")
+        problem = f": {run.get('method') or 'its method'} logs no rollouts."
+    elif logs_rollouts(config):
+        problem = f" yet: no step is complete (run: {state_of(run)})."
+    raise RunError(f"{folder} has no {ROLLOUTS}{problem}")
 
 
 def samples_rollouts(config: dict[str, Any]) -> bool:
@@ -229,9 +211,7 @@ def settings_in_effect(run: dict[str, Any]) -> dict[str, Any]:
 
     The latter have a note with the value of the config, which has no effect. `run`: the content of run.json.
     """
-    changed, config, optimizer = (
-        value if isinstance(value, dict) else {} for value in map(run.get, ("changed", "config", "optimizer"))
-    )
+    changed, config, optimizer = (run.get(key) or {} for key in ("changed", "config", "optimizer"))
     restored = {
         key: f"{value} (restored from the checkpoint; {config[key]} in the config has no effect)"
         for key, value in optimizer.items()

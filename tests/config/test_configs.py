@@ -69,15 +69,3 @@ def test_a_config_of_a_mixture_of_experts_loads_unmodified(path):
     asked = path.read_text(encoding="utf-8")
     assert any(message.startswith("cut_cross_entropy: True") for message in messages) == ("use_cut_cross" in asked)
     assert any(text.startswith("experts_implementation: scattermoe") for text in messages) == ("n: scatter" in asked)
-
-
-def test_values_arrive():
-    config, _ = load(HERE / "configs" / "llama-3b-strided.yaml")
-    assert config.ebft.use_whitening and config.ebft.stride == 8
-    assert config.learning_rate == 1e-5 and config.device_map == {"": 0} and config.ddp is False
-    assert config.torch_compile is False and config.attn_implementation is None
-    assert config.special_tokens.pad_token == "<|end_of_text|>"
-    assert config.datasets[0].split == "train[:5000]"
-    config, _ = load(HERE / "configs" / "llama-1b-opencode-novllm.yaml")
-    assert config.attn_implementation == "flash_attention_2"
-    assert config.wandb_run_id is None and config.trl.num_generations == 4

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from ebft.config.load import read_values
 from ebft.config.user_functions import find_function
 from ebft.errors import EBFTError
 from ebft.run.checks import check_runnable
@@ -84,20 +83,13 @@ def test_an_override_does_not_reach_the_anchor_through_its_alias(write):
     assert [entry.path for entry in load_config(merged).datasets] == ["a", "b"]
 
 
-@pytest.mark.parametrize("text", [b"\xef\xbb\xbf" + TEXT.encode(), TEXT.replace("\n", "\r\n").encode(),
-                                  f"%YAML 1.2\n---\n{TEXT}".encode()])  # fmt: skip
-def test_other_spellings_of_a_file(tmp_path, text):
-    (tmp_path / "run.yaml").write_bytes(text)
-    assert read_values(tmp_path / "run.yaml") == json.loads(TEXT)
-
-
 @pytest.mark.parametrize(("text", "parts"), [
-    ("", ("run.yaml", "is empty", "base_model")), ("hello" * 2000, ("mapping",)),
+    ("", ("run.yaml", "is empty", "base_model")), ("hello" * 2000, ("key: value",)),
     ("seed: 1\n", ("base_model is missing", "datasets is missing")), (b"base_model: caf\xe9\n", ("run.yaml", "UTF-8")),
     ("ebft:\n\tstride: 4\n", ("line 2", "tab")), ("datasets: [{path: a, type: b}\nrl: ebft\n", ("line",)),
     ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
     ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
-    ("%YAML 1.1\n---\nbase_model: model\n", ("invalid YAML: configs are read as YAML 1.2",)),
+    ("%YAML 1.1\n---\nbase_model: model\n", ("configs are read as YAML 1.2",)),
     ("[" * 5000, ("run.yaml",)), ("base_model: m\n~: 1\n", ("unknown key",)),
     (PLAIN + "output_dir: >\n  outputs/run\n", ("output_dir", ">-")),
     (PLAIN + "lr_scheduler_kwargs: {a: [.inf]}\n", ("lr_scheduler_kwargs", "finite")),
@@ -111,23 +103,22 @@ def test_a_file_that_is_no_config(tmp_path, text, parts):
 ROW = {"path": "rows.jsonl", "type": "ebft_pretrain.transform"}
 VALUES = [  # a dotted key, values that it does not accept, and more that the message contains
     ("learning_rate", (0, True, {"start": 1}, "x" * 10_000, list(range(5000)))),
-    ("learning_rate", ("high",), "learning_rate: invalid value 'high'; expected a number."),
-    ("max_steps", (0, 1.5, "10")), ("max_steps", (2**63,), "at most 1000000000"), ("num_epochs", (1e300,), "at most"),
+    ("learning_rate", ("high",), "learning_rate: invalid value 'high'; expected a valid number."),
+    ("max_steps", (0, 1.5, "10")), ("max_steps", (2**63,), "less than or equal to 1000000000"),
+    ("num_epochs", (1e300,), "1000000"),
     ("sequence_len", (1, "1k", 2**31)), ("warmup_steps", (1.5, 1e300)), ("adam_beta1", (1,)),
     ("lr_groups", ([{"name": "a", "modules": ["b"], "lr": 1e300}],), "lr_groups.0.lr"),
-    ("val_set_size", (1.5,), "invalid value 1.5; expected a value below 1.0 or an integer."),
+    ("val_set_size", (1.5,), "invalid value 1.5; expected a value less than 1 or a valid integer."),
     ("rl", ("sft",), "'orpo' or 'simpo' (leave it out for SFT)."),
     ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
     ("wandb_name", (7,), "put it in quotes"), ("output_dir", ("", ["out"])), ("base_model", ("", 5, " ")),
-    ("gradient_checkpointing", ("offload_disk",), "gradient_checkpointing: offload_disk is not supported: activations "
-     "are not written to disk. Use gradient_checkpointing: true, with activation_offloading: true to keep them in"),
     ("datasets", ([], "rows.jsonl", {"path": "rows.jsonl", "type": "completion"}, [None])),
     ("datasets", ([{"path": "rows.jsonl"}], [{**ROW, "type": ""}]), "type"),
     ("datasets", ([{**ROW, "path": " "}],), "path"),
     ("datasets", ([{**ROW, "type": "ebft_pretrian.transform"}],), "ebft_pretrain"),
     ("datasets", ([{"path": f"rows{n}.jsonl", "type": 5, "x": 1} for n in range(200)],), "more"),
     ("datasets", ([{"path": "rows.jsonl", "type": "nemo_gym.transform"}],), "nemo_gym", "input_ids"),
-    ("ebft.stride", (0,), "at least 1"), ("ebft.stride", (2.5,), "an integer"),
+    ("ebft.stride", (0,), "greater than or equal to 1"), ("ebft.stride", (2.5,), "a valid integer"),
     ("ebft.feature_layers", ([], [1.5], [0.5, 0.5], 0.5)), ("ebft.embed_method", ("max",), "'completion_mean'"),
     ("ebft.generate_max_len", (4096,), "sequence_len"), ("vllm.port", (70000,)),
 ]  # fmt: skip
@@ -140,31 +131,14 @@ def test_values_that_a_key_does_not_accept():
             assert_refused((name.rpartition(".")[2], *more), check, nested(name, value))
 
 
-def test_values_at_the_bounds():
-    for name, value in (
-        ("max_steps", -1), ("max_steps", 10**9), ("evaluation.pass_at", [2, 1]), ("sequence_len", 2**24),
-        ("budget", {"flops": 1e26, "generated_tokens": 10**13}), ("warmup_steps", 0.5), ("learning_rate", 1),
-        ("seed", 2**32 - 1), ("val_set_size", 0.5), ("val_set_size", 3), ("ebft.feature_layers", [0, 1]),
-    ):  # fmt: skip
-        check_runnable(RunConfig.from_dict(nested(name, value)))
-
-
-@pytest.mark.parametrize(("keys", "unknown", "nearest"), [
-    ({"learning_rte": 1.0e-5}, "'learning_rte'", "'learning_rate'"),
-    ({"stride": 4}, "'stride'", "'ebft.stride'"),
-    ({"unlike_anything": 1}, "'unlike_anything'", "Run `ebft config` to list all keys"),
-])  # fmt: skip
-def test_an_unknown_key_names_the_nearest(keys, unknown, nearest):
-    assert_refused(("Unknown key", unknown, nearest), RunConfig.from_dict, {**MINIMAL, **keys})
-
-
 OVERRIDES = [
     ("x" * 5000, "key=value"), ("stride", "'stride': expected key=value", "ebft.stride=4"),
     ("--learning-rate=1e-4", "'--learning-rate'"), ("seed=[", "not valid YAML", "Quote it"),
     ("base_model.x=1", "cannot set 'x' in 'some/model'"),
     ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"),
     ("datasets.1.path=a", "type"),
-    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"),
+    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"), ("stride=4", "'stride'", "'ebft.stride'"),
+    ("unlike_anything=1", "Unknown key 'unlike_anything'", "Run `ebft config` to list all keys"),
     *((f"learning_rate={text}", "learning_rate") for text in ("1e400", ".nan", "1,5")),
     ("chat_template=&a[*a]", "chat_template"),
 ]  # fmt: skip

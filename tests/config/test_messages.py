@@ -65,9 +65,9 @@ def structured(**trl):
     ({"chunked_cross_entropy": True, "torch_compile": True},
      "chunked_cross_entropy is incompatible with torch_compile. Remove one"),
     ({"torch_compile": True, "budget": {"flops": 1e18}}, "budget.flops is not supported with torch_compile"),
+    ({"sample_packing": True, "group_by_length": True}, "group_by_length groups rows by length, but sample_packing"),
     # Processes
-    *(({key: 2}, f"{key}: 2 is not supported: ")
-      for key in ("tensor_parallel_size", "context_parallel_size", "dp_replicate_size", "expert_parallel_size")),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported: "),
     ({"dp_shard_size": 2}, "dp_shard_size: 2 needs fsdp"), ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and"),
     ({"fsdp_config": {"offload_params": True}}, "Add fsdp: true"),
     ({"fsdp": True, "fsdp_version": 1}, "fsdp_version: 1 is not supported, only FSDP2"),
@@ -88,8 +88,7 @@ def structured(**trl):
     (dataset(roles_to_train=[]), "roles_to_train: \\[\\] trains on no turn. List roles .*message_field_training"),
     (dataset(type="completion", roles={"user": ["a"]}), "roles has no effect with type: completion.*chat_template"),
     (dataset(type="completion", skip=2), "datasets.0.skip is only read with streaming: true. Set split: train\\[2:\\]"),
-    *(({**dataset(**labels), "train_on_inputs": True}, f"train_on_inputs: true .*, but datasets.0.{[*labels][0]}")
-      for labels in ({"roles_to_train": ["user"]}, {"train_on_eos": "none"}, {"message_field_training": "t"})),
+    ({**dataset(train_on_eos="none"), "train_on_inputs": True}, "train_on_inputs: true .*, but datasets.0.train_on_e"),
     ({"rl": "dpo", "excess_length_strategy": "truncate"}, "truncate is not supported with .*always drop. Remove it"),
     # Streams
     (stream(max_steps=None), "max_steps is missing: a stream has no length"),
@@ -127,7 +126,6 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     ({"optimizer": "adamw_torch_8bit", "optim_args": {"block_size": 128}},
      "optim_args.block_size: transformers does not read 128"),
     ({"datasets": [{"path": "a", "type": "alpaca:chat"}]}, "'alpaca:chat' is not supported: write the style"),
-    ({"sample_packing": True, "group_by_length": True}, "group_by_length groups rows by length, but sample_packing"),
     ({"evaluation": {"pass_at": [1, 100]}, **STRIDED}, "evaluation.pass_at: pass@100 .*, got 4. Increase"),
     (strided(temperature=0.0), "temperature: 0 is greedy decoding: .* Set temperature above 0"),
     ({**strided(single_pass=True), "gradient_checkpointing": True}, "ebft.single_pass is incompatible with gradient_c"),
@@ -180,9 +178,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
 
 
 @pytest.mark.parametrize(("keys", "message"), [  # the only warning, its start (with ... at the end), or a part of it
-    *(({key: value, "val_set_size": 0.0}, f"{key}: {NO_DATA}test_datasets.")
-      for key, value in (
-          ("eval_steps", 5), ("eval_on_start", True), ("eval_strategy", "epoch"), ("evals_per_epoch", 4))),
+    *(({key: 4, "val_set_size": 0.0}, f"{key}: {NO_DATA}test_datasets.") for key in ("eval_steps", "evals_per_epoch")),
     ({"eval_steps": 5, "eval_on_start": True, "eval_strategy": "steps", "val_set_size": 2}, None),
     ({"ebft": {"mode": "strided"}}, f"ebft: {SFT}. Set rl: ebft..."),
     (structured(use_liger_loss=True), "trl.use_liger_loss has no effect: the log-probabilities are computed in..."),
@@ -201,9 +197,8 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     (strided(n_samples_per_prompt=1), "...n_samples_per_prompt: 1"),
     (strided(**NO_REWARD), ALWAYS_ZERO), ({**PROMPTS, "ebft": NO_REWARD}, ALWAYS_ZERO),
     (strided(whitening_space="sample"), NO_WHITENING),
-    *((strided(rloo_baseline="mean", advantage_estimator=name),
-       "ebft.rloo_baseline has no effect without advantage_estimator: rloo.")
-      for name in ("reinforce", "group_norm")),
+    (strided(rloo_baseline="mean", advantage_estimator="reinforce"),
+     "ebft.rloo_baseline has no effect without advantage_estimator: rloo."),
     *(({key: value}, text) for key, value, text in (
         ("attn_implementation", "xformers", "attn_implementation: xformers is ignored: the model's default..."),
         ("activation_offloading", "legacy", "...: legacy is replaced with true"),
@@ -219,8 +214,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({"adam_eps": 1e-6, "adam_epsilon": 1e-7}, "adam_eps: 1e-06 has no effect: adam_epsilon: 1e-07 is the same key."),
     ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
      "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing..."),
-    *(({key: True}, f"{key}: {IN_CHUNKS}")
-      for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy")),
+    ({"cut_cross_entropy": True}, f"cut_cross_entropy: {IN_CHUNKS}"),
     ({"rl": "dpo", "chunked_cross_entropy": True, **PREFERENCES},
      "chunked_cross_entropy has no effect: rl: dpo does not read it."),
     ({**STRIDED, "activation_offloading": True}, OFFLOADING),
@@ -237,8 +231,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({**structured(use_vllm=True), **LORA, "vllm": {"serve_module": "my.server"}}, "vllm.serve_module has no effec..."),
     (structured(use_vllm=True, vllm_mode="colocate", vllm_sync_interval=2, vllm_server_port=77),
      "trl.vllm_server_port, trl.vllm_sync_interval: no effect with vllm_mode: colocate."),
-    *(({**structured(skip_zero_advantage_batches=True), **keys}, "trl.skip_zero_advantage_batches: true has no ef...")
-      for keys in ({"fp16": True}, {"deepspeed": "zero2"})),
+    ({**structured(skip_zero_advantage_batches=True), "fp16": True}, "trl.skip_zero_advantage_batches: true has no..."),
     ({**structured(use_vllm=True, vllm_lora_sync=False), **LORA}, "...vllm_lora_sync: false has no effect"),
     ({"lr_scheduler": "constant", "warmup_ratio": 0.1},
      "warmup_ratio: no effect with lr_scheduler: constant. Set constant_with_warmup."),
@@ -246,17 +239,15 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({**dataset(train_on_eos="all"), **STRIDED}, "datasets.0.train_on_eos: all has the effect of turn in strided ..."),
     ({**dataset(type="chat_template.transform_prompts", field_tools="functions"), **GRPO},
      "datasets.0.field_tools: no effect with rl: grpo..."),
-    *(case for labels in ({"roles_to_train": ["user"]}, {"train_on_eos": "none"}, {"message_field_training": "t"})
-      for key in labels for case in (
-          ({**dataset(type="chat_template.transform_prompts", **labels), **GRPO},
+    *(case for key, value in (("roles_to_train", ["user"]), ("train_on_eos", "none"), ("message_field_training", "t"))
+      for case in (
+          ({**dataset(type="chat_template.transform_prompts", **{key: value}), **GRPO},
            f"datasets.0.{key}: no effect with rl: grpo{OF_TURNS}..."),
-          *(({**dataset(type="ebft_strided_chat.transform_last_turn", **labels), **method},
-             f"datasets.0.{key}: no effect with type: ebft_strided_chat.transform_last_turn{OF_TURNS}...")
-            for method in ({}, STRIDED)),
-          *(({**dataset(type=kind, **labels), **STRIDED}, None) for kind in ("chat_template", "ebft_strided_chat")))),
-    *(({**dataset(type="ebft_reasoning.transform_strided"), "roles_to_train": ["user"], **method},
-       f"roles_to_train: no effect with type: ebft_reasoning.transform_strided{OF_TURNS}...")
-      for method in ({}, STRIDED)),
+          ({**dataset(type="ebft_strided_chat.transform_last_turn", **{key: value}), **STRIDED},
+           f"datasets.0.{key}: no effect with type: ebft_strided_chat.transform_last_turn{OF_TURNS}..."),
+          ({**dataset(**{key: value}), **STRIDED}, None))),
+    ({**dataset(type="ebft_reasoning.transform_strided"), "roles_to_train": ["user"]},
+     f"roles_to_train: no effect with type: ebft_reasoning.transform_strided{OF_TURNS}..."),
     (stream(sample_packing=False), "sample_packing: false has no effect with streaming..."),
     *((stream(**keys), None) for keys in ({"sample_packing": True}, {"skip_prepare_dataset": True},
                                          {"dataset_num_proc": 1})),
@@ -277,12 +268,9 @@ def test_what_has_no_effect_is_one_warning(keys, message):
 
 
 def test_what_the_machine_does_not_have_is_a_warning():
-    for machine, keys, message in (
-        (GPU, {"tf32": True}, "tf32: true has no effect: it requires an Ampere or newer GPU"),
-        (CPU, {"activation_offloading": True}, "activation_offloading: true has no effect on CPU: activations are in"),
-    ):
-        with pytest.warns(UserWarning, match=message):
-            check_machine(config(**keys), machine)
+    for machine, key in ((GPU, "tf32"), (CPU, "activation_offloading")):
+        with pytest.warns(UserWarning, match=f"{key}: true has no effect"):
+            check_machine(config(**{key: True}), machine)
     with warnings.catch_warnings(action="error"):
         check_machine(config(tf32=True), Machine(has_accelerator=True, supports_bf16=True, supports_tf32=True))
         check_machine(config(fp16=True, bf16=False, **strided(feature_device="cuda:0")), GPU)

@@ -56,6 +56,8 @@ def test_all_linear_is_an_alias_also_in_the_config_that_a_run_saves(make, given)
     keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": given}
     config, messages = warned(make, **keys)
     assert config.lora_target_linear and config.lora_target_modules is None and messages == []
+    others = warned(make, **keys | {"lora_target_modules": ["all-linear", "embed_tokens"]})[0]
+    assert others.lora_target_linear and others.lora_target_modules == ["embed_tokens"]
     assert warned(type(config).from_dict, values=config.model_dump(exclude_unset=True)) == (config, [])
 
 

@@ -29,19 +29,14 @@ def test_partitioned_parameters(make, monkeypatch, method):
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({"deepspeed": "zero2"}, "Needed for training: deepspeed requires the package deepspeed: pip install 'ebft[deep"),
     ({"optimizer": "paged_adamw_8bit"}, "Needed for training: optimizer: paged_adamw_8bit: You need to"),
     ({"use_ray": True}, "Needed for training: use_ray requires the package ray: pip install 'ebft[ray]'"),
-    *(({"rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": mode}, "adapter": "lora", "micro_batch_size": 8,
-        "datasets": [{"path": "a", "type": "ebft_opencode"}]},
-       f"Needed for training: trl.vllm_mode: {mode} needs vLLM in this environment: pip install 'ebft[vllm]'")
-      for mode in ("colocate", "managed")),
     ({"load_in_4bit": True, "adapter": "qlora"}, "Needed for training on a GPU: load_in_4bit requires the package bit"),
     ({"liger_rope": True}, "Needed for training on a GPU: liger_rope requires the package liger-kernel: pip install"),
 ])  # fmt: skip
 def test_a_missing_package_is_a_warning_of_the_check_and_an_error_of_training(make, monkeypatch, keys, message):
     monkeypatch.setattr(import_module("transformers.trainer_optimizer"), "is_bitsandbytes_available", lambda: False)
-    for module in ("methods.grpo", "methods.sft", "run.checks", "methods.processes"):
+    for module in ("methods.sft", "run.checks"):
         monkeypatch.setattr(f"ebft.{module}.find_spec", lambda name: None)
     config = make(lora_r=8, lora_alpha=16, lora_target_linear=True, **keys) if "adapter" in keys else make(**keys)
     _, said = warned(check_runnable, config=config, elsewhere=True)

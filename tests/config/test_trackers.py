@@ -2,7 +2,6 @@ import pytest
 
 from ebft.run import reporting as module
 from ebft.run.reporting import tracker_environment, trackers
-from tests.config.conftest import warned
 
 
 @pytest.fixture
@@ -19,12 +18,6 @@ def installed(monkeypatch):
 def test_who_is_reported_to(make, installed, keys, expected):
     installed("tensorboard", "wandb", "trackio")
     assert trackers(make(**keys)) == expected
-
-
-def test_a_missing_package_is_one_warning_with_its_install_command(make, installed):
-    installed("tensorboard")
-    found, (message,) = warned(trackers, config=make(wandb_project="p", use_tensorboard=True))
-    assert found == ["tensorboard"] and "wandb_project" in message and "pip install wandb" in message
 
 
 def test_trackers_read_their_settings_from_the_environment(make, installed):

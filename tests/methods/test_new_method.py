@@ -45,7 +45,7 @@ assert abs(losses[1] - 3 * losses[0]) < 1e-3 * losses[1], losses
 try:
     load_config(sys.argv[1], ["text_weight=-1"])
 except ConfigError as error:
-    assert "text_weight: invalid value -1; expected a value above 0" in str(error), error
+    assert "text_weight: invalid value -1; expected a value greater than 0" in str(error), error
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     load_config(sys.argv[1], ["rl=", "text_weight=3.0"])

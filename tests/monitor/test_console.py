@@ -1,10 +1,7 @@
 """The console line, which the main process prints."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from ebft.monitor import ConsoleMetrics
 from ebft.monitor.metrics import format_logs
 
 LOGS = {
@@ -40,17 +37,3 @@ EVALUATED = {"eval_ce_loss": 1.0, "eval_alignment": 0.3, "eval_cfm_loss": 0.5}
 )
 def test_line(logs, steps, line):
     assert format_logs(logs, *steps) == line
-
-
-def test_times_and_evaluations_are_printed_without_a_terminal(capsys, monkeypatch):
-    now = iter([100.0, 130.0, 150.0])
-    monkeypatch.setattr("ebft.monitor.metrics.time", SimpleNamespace(monotonic=lambda: next(now)))
-    state = SimpleNamespace(is_world_process_zero=True, global_step=10, max_steps=40)
-    console, args = ConsoleMetrics(), SimpleNamespace(eval_on_start=True)
-    console.on_train_begin(args, state, None)  # resumed: the evaluation before the first step is not repeated
-    state.global_step = 20
-    console.on_log(args, state, None, logs={"loss": 2.0})
-    assert capsys.readouterr() == ("loss | step 20/40 | loss 2.0000 | 30s, 1m00s left\n", "")
-    console.on_step_end(args, state, SimpleNamespace(should_evaluate=True))
-    console.on_log(args, state, None, logs={"eval_loss": 2.0})
-    assert capsys.readouterr() == ("held out | step 20/40 | loss 2.0000\n", "evaluating held-out rows ...\n")

@@ -4,9 +4,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from ebft.monitor import Throughput
 from ebft.monitor.budget import Budget
-from ebft.monitor.metrics import MeanMetrics, read_numbers
+from ebft.monitor.metrics import MeanMetrics, Throughput, read_numbers
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import TrainerState
 
 from ebft import train
 from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step
-from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, read_run, rollout_files
+from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, rollout_files
 from tests.monitor.sft_run import plain_trainer
 from tests.run.test_methods import quietly, run_file
 from tests.strided.families import tiny_model
@@ -73,29 +72,6 @@ def test_a_resumed_run_has_no_step_twice(run_file, out):
     assert sampled == sorted(sampled) and {sampled.count(step) for step in range(1, 5)} == {sampled.count(1)}
     assert read(out / RUN)["resumed_from_step"] == 2
     assert [path.name for path in (out / PREVIOUS / "1").iterdir()] == ["checkpoint-3"]
-
-
-def test_a_new_run_moves_the_files_of_the_one_before_when_its_training_starts(run_file, out):
-    """A start that fails leaves them."""
-    with pytest.raises(ValueError):
-        train(quietly(run_file, ["base_model=does/not-exist"]))
-    assert read(out / RUN)["state"] == "failed" and "does/not-exist" in read(out / RUN)["error"]
-    shutil.rmtree(out)
-    keys = ["ebft.log_completions=true", "max_steps=1"]
-    train(quietly(run_file, keys))
-    write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
-    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError):
-        train(quietly(run_file, [*keys, "datasets.0.path=/does/not/exist.jsonl"]))
-    start = read(out / START)
-    assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
-    (out / START).unlink()
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
-    assert read_run(out)["state"] == "finished"
-    with pytest.warns(UserWarning, match="training starts from the beginning"):  # without checkpoints
-        train(quietly(run_file, [*keys[:1], "max_steps=2", AUTO]))
-    assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2} and not (out / START).exists()
-    assert {METRICS, RUN, ROLLOUTS, HEALTH} <= {path.name for path in (out / PREVIOUS / "1").iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:output_dir", "ignore:Training is already complete")

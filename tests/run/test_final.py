@@ -70,18 +70,6 @@ def test_whatever_a_save_raises_is_a_message(number, said, inputs, out):
     assert newest_checkpoint(out) == (out / f"checkpoint-{number - 2}" if number > 2 else None)
 
 
-def tie_layers():
-    """An injection: the model has two layers with the same weight, as a plugin may make it."""
-    load_model = ebft.run.training.load_model
-
-    def load(*args, **keys):
-        model = load_model(*args, **keys)
-        model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
-        return model
-
-    ebft.run.training.load_model = load
-
-
 def leave(free):
     """An injection: so many bytes are free."""
     usage = shutil.disk_usage
@@ -91,7 +79,6 @@ def leave(free):
 @pytest.mark.parametrize(
     ("inject", "code", "said"),
     [
-        (tie_layers, 2, "contained shared tensors"),
         (leave(2**10), 2, "training is not started: it needs about"),
         (leave(2**16), 0, "output_dir: the disk may become full"),
         (leave(2**20), 0, None),

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi
 from ebft import train
 from ebft.errors import SaveError
 from ebft.files import CHECKSUMS
-from ebft.run.checkpoints import check_complete
+from ebft.run.checkpoints import damage
 from ebft.run.output import final_step
 from ebft.trainer import pushing
 from tests.run.crash import config_of
@@ -127,7 +127,7 @@ def test_checkpoints_are_pushed_if_asked_for(strategy, pushed, tmp_path, hub):
         (tmp_path / f"copy-{step}").mkdir()
         for name, content in of_checkpoint.items():
             (tmp_path / f"copy-{step}" / name).write_bytes(content)
-        check_complete(tmp_path / f"copy-{step}")
+        assert damage(tmp_path / f"copy-{step}") is None
 
 
 def test_a_final_push_that_fails_says_how_to_repeat_it(pushed, out, hub):

@@ -53,17 +53,6 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
     assert final_step(out) == STEPS and result(out) == as_resumed(step, wanted)
 
 
-@pytest.mark.parametrize("act", [press_ctrl_c, kill])
-def test_an_interrupted_report_of_a_saved_model_is_written_by_the_next_start(act, inputs, out):
-    config = config_of("sft", inputs, out, max_steps=1)
-    ended = run(config, before(ebft.tools.dashboard.report, "write_report", 1, act))
-    assert final_step(out) == 1 and not (out / "report.html").exists()
-    if act is press_ctrl_c:
-        assert ended.code == 130 and f"The model is saved in {out}" in ended.output
-    trained(config)
-    assert (out / "report.html").is_file()
-
-
 def test_a_signal_while_the_model_or_a_checkpoint_is_loaded(inputs, out):
     config = config_of("sft", inputs, out, max_steps=2)
     said = trained(config, 128 + 15, before(ebft.run.training, "load_model", 1, terminate))
@@ -83,15 +72,6 @@ def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inp
     said = trained(config_of("sft_full", inputs, out), 0, before(ebft.run.output, "publish_files", 1, press_ctrl_c))
     assert "Stopping after saving the final model" in said
     assert final_step(out) == STEPS and result(out) == unbroken("sft_full")
-
-
-def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inputs, out):
-    config = config_of("sft_full", inputs, out, max_steps=2)
-    inject = before(ebft.run.output, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()])
-    said = trained(config, 128 + 2, inject)
-    assert "final model was saved, so it is incomplete. Stopped at step 2. " in said and final_step(out) is None
-    trained(config)
-    assert final_step(out) == 2
 
 
 def test_a_request_of_another_thread_stops_a_single_process_where_it_can():

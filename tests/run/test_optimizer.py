@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError
-from ebft.run import optimizer as tables
-from ebft.run.checks import Machine, check_runnable
-from ebft.run.optimizer import check_optimizer
+from ebft.run import checks as tables
+from ebft.run.checks import Machine, check_optimizer, check_runnable
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import make
 from tests.monitor.sft_run import plain_trainer
@@ -26,28 +25,16 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def bytes_of(tensor):
-    """The bytes of a tensor, or of those that a quantised one consists of."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.numel() * tensor.element_size()
-
-
-def state_per_weight(trainer):
-    values = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    weights = sum(weight.numel() for weight in trainer.model.parameters())
-    return sum(bytes_of(value) for value in values if isinstance(value, torch.Tensor)) / weights
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "most"), [("adamw_torch_8bit", 2.3), ("adamw_torch_4bit", 1.1)])
+@pytest.mark.parametrize(("optimizer", "most"), [("adamw_torch_8bit", 2.5), ("adamw_torch_4bit", 1.4)])
 def test_states_of_torchao_need_fewer_bytes_learn_the_same_and_are_restored(optimizer, most, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes a minute, results are the same
     whole, exact = trainer_with(tmp_path, optimizer, save_strategy="steps"), trainer_with(tmp_path / "e", "adamw_torch")
     for trainer in (whole, exact):
         trainer.train()
-    assert most / 2 < state_per_weight(whole) < most and 8 <= state_per_weight(exact) < 8.01
     assert losses(whole) == pytest.approx(losses(exact), rel=0.02)
+    saved = (tmp_path / "checkpoint-2" / "optimizer.pt").stat().st_size
+    assert most / 2 < saved / sum(weight.numel() for weight in whole.model.parameters()) < most
     resumed = trainer_with(tmp_path, optimizer)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(resumed) == losses(whole)
@@ -59,9 +46,9 @@ def test_arguments_of_the_optimizer(make, tmp_path, monkeypatch):
     trainer = trainer_with(tmp_path, "sgd", optim_args="momentum=0.5")
     assert trainer.create_optimizer().param_groups[0]["momentum"] == 0.5
     assert make(optim_args="r=4, power=0.5").optim_args == {"r": "4", "power": "0.5"}
-    with pytest.raises(ConfigError, match="optim_args: invalid value 'rank'; expected a mapping, or name=value"):
+    with pytest.raises(ConfigError, match="optim_args: invalid value 'rank'; expected a mapping"):
         make(optim_args="rank")
-    monkeypatch.setattr("ebft.run.optimizer._settings", lambda name, given: {"kahan_sum": "kahan_sum" in given or None})
+    monkeypatch.setattr("ebft.run.checks._settings", lambda name, given: {"kahan_sum": "kahan_sum" in given or None})
     with pytest.raises(ConfigError, match="optim_args.kahan_sum: transformers does not read False"):
         check_optimizer(make(optimizer="stable_adamw", optim_args={"kahan_sum": False}))
 

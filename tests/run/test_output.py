@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 import warnings
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import ebft.run.output
 import ebft.trainer
 from ebft.errors import ConfigError, SaveError
 from ebft.monitor.run_files import set_aside
-from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
-from ebft.run.output import _publish, claim, final_step, listed, output_lock, wait_until_free
-from ebft.run_files import CARD
+from ebft.run.output import _publish, claim, final_step, listed
+from ebft.run_files import CARD, HEALTH, METRICS, RUN, START, read_run
 from tests.run.crash import before, config_of, kill, run, trained
 
 NEW = {"auto_resume_from_checkpoints": False}
@@ -171,23 +169,6 @@ def steps_with_a_loss(folder):
     return [row["step"] for row in rows if "loss" in row]
 
 
-@pytest.mark.slow
-def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
-    keys = {**PLAIN, "max_steps": 4, "save_total_limit": None}
-    trained(config_of("sft", inputs, out, **keys))
-    assert final_step(out) == 4
-    branch = {**keys, "learning_rate": 1e-4}
-    named = {**branch, **NEW, "resume_from_checkpoint": str(out / "checkpoint-1")}
-    trained(config_of("sft", inputs, out, **named, datasets=MISSING), 2)
-    assert final_step(out) == 4 and len(checkpoints(out)) == 4
-    inject = before(ebft.trainer.OverTrainer, "_save_checkpoint", 2, kill)
-    assert "later checkpoints were moved to" in trained(config_of("sft", inputs, out, **named), -9, inject)
-    assert checkpoints(out) == {"checkpoint-1", "checkpoint-2"} and final_step(out) is None
-    assert checkpoints(out / "previous" / "1") == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
-    assert "already complete" not in trained(config_of("sft", inputs, out, **branch)) and final_step(out) == 4
-    assert newest_checkpoint(out).name == "checkpoint-4" and steps_with_a_loss(out) == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, out, limit):
     keys = {**PLAIN, "save_steps": 2, "save_total_limit": limit}
@@ -195,14 +176,17 @@ def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, 
     found, weights = checkpoints(out), (out / "adapter_model.safetensors").read_bytes()
     write(out, "merged/config.json")  # of ebft merge-lora
     keys |= {"max_steps": 4, "learning_rate": 1e-3}
+    write(out, HEALTH, '{"step": 1}\n')
     trained(config_of("sft", inputs, out, **keys, **NEW, datasets=MISSING), 2)
     assert final_step(out) == 6 and checkpoints(out) == found
+    assert json.loads((out / START).read_text())["state"] == "failed" and read_run(out)["state"] == "finished"
     inject = before(ebft.trainer.OverTrainer, "training_step", 4, kill)
     said, earlier = trained(config_of("sft", inputs, out, **keys, **NEW), -9, inject), out / "previous" / "1"
     assert f"The files of an earlier run were moved to {earlier}" in said
     assert checkpoints(out) == {"checkpoint-2"} and final_step(out) is None
     assert not (out / "adapter_model.safetensors").exists()
-    assert checkpoints(earlier) == found and final_step(earlier) == 6 and (earlier / "metrics.jsonl").is_file()
+    assert checkpoints(earlier) == found and final_step(earlier) == 6 and not (out / START).exists()
+    assert all((earlier / name).is_file() for name in (METRICS, RUN, HEALTH))
     assert (earlier / "adapter_model.safetensors").read_bytes() == weights
     assert list((out / "previous").iterdir()) == [earlier]
     assert (earlier / "merged" / "config.json").is_file() and not (out / "merged").exists()
@@ -224,17 +208,3 @@ def test_a_second_run_in_the_same_folder_is_an_error_until_the_first_ends(inputs
     code, pid, output = Path(f"{out}-second").read_text().split("\n", 2)
     assert code == "2" and f"is used by another run (process {pid} on " in output
     trained(config)  # the lock ended with the process
-
-
-def test_the_lock_of_a_folder(tmp_path, monkeypatch):
-    waiting = threading.Thread(target=wait_until_free, args=(tmp_path, 600))
-    with output_lock(tmp_path):
-        for name in ("RANK", "LOCAL_RANK"):
-            monkeypatch.setenv(name, "1")
-        with output_lock(tmp_path):  # of another process than the main one
-            pass
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive()
-    waiting.join(600)
-    assert not waiting.is_alive()

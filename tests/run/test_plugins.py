@@ -202,7 +202,7 @@ def test_hooks_that_end_a_run_before_it_starts(make, name, message):
 def test_keys_that_a_plugin_declares(make):
     keys = {"plugins": [PATH + "Hooks"], "plugin_args": {"note": "a"}}
     assert make(my_key=7, **keys).plugin_args == {"note": "a", "my_key": 7}
-    with pytest.raises(ConfigError, match="my_key: Input should be a valid integer"):
+    with pytest.raises(ConfigError, match="get_input_args failed: .*my_key Input should be a valid integer"):
         train(strided(make, plugins=keys["plugins"], plugin_args={"my_key": "x"}))
 
 

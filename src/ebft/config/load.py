@@ -20,27 +20,17 @@ _SHOWN = 100  # characters of an override in messages
 
 def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The keys and values of the YAML file at `path` with `overrides`, not yet checked."""
-    values = _read(Path(path).expanduser())
-    apply_overrides(values, overrides)
-    return values
-
-
-def _read(path: Path) -> dict[str, Any]:
+    name = shortened(path, _SHOWN)
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        words = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
-        name = shortened(path, _SHOWN)
-        raise ConfigError(f"Cannot read config file {name}: {words}. Give the path to a YAML file.") from None
-    except YAMLError as error:
+        values = parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         line, words = problem(error)
-        where = f"{path}, line {line}" if line else f"{path}"
-        raise ConfigError(f"{where}: invalid YAML: {shortened(words)}.") from None
+        where = f"{name}, line {line}" if line else name
+        raise ConfigError(f"Cannot read config file {where}: {shortened(words)}.") from None
     if not isinstance(values, dict):
         given = "is empty" if values is None else f"is {values!r:.60}"
-        raise ConfigError(
-            f"Config file {path} {given}; expected a mapping (key: value) with at least base_model and datasets."
-        )
+        raise ConfigError(f"Config file {name} {given}; expected key: value, with at least base_model and datasets.")
+    apply_overrides(values, overrides)
     return values
 
 
@@ -121,8 +111,8 @@ def _copied(value: Any) -> Any:
 _TAB = r"character '\t' that cannot start any token"  # words of ruamel.yaml
 
 
-def problem(error: YAMLError) -> tuple[int | None, str]:
-    """The line (counted from 1) and the message of a YAML error."""
+def problem(error: Exception) -> tuple[int | None, str]:
+    """The line (counted from 1), if it is known, and the message of an error of a file in YAML."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         words = ", ".join(part for part in (error.context, error.problem) if part)
         return error.problem_mark.line + 1, words.replace(_TAB, "a tab: indent with spaces only")

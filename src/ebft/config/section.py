@@ -7,13 +7,13 @@ below `ebft.config.keys.data` read: messages, roles, labels of turns, prompt for
 
 import ast
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache, wraps
 from itertools import pairwise
 from pathlib import Path
-from string import Formatter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -21,7 +21,6 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ebft.errors import ConfigError
-from ebft.files import expand_home
 
 Options = TypeVar("Options", bound=type)
 MAX_COUNT, MAX_NUMBER = 10**15, 1e30  # of keys that declare no smaller bound
@@ -123,10 +122,10 @@ def paths(*names: str) -> Any:
             )
         if "://" in value and info.field_name != "path":
             raise ValueError(f"{info.field_name}: {value!r:.200} is a URL. Set a path on this machine.")
-        try:
-            return expand_home(value)
-        except ValueError as error:
-            raise ValueError(f"{info.field_name}: {error}") from error
+        expanded = os.path.expanduser(value)
+        if expanded.startswith("~"):
+            raise ValueError(f"{info.field_name}: the home folder of {value!r} is unknown. Write the full path.")
+        return expanded
 
     return field_validator(*names)(expanded)
 
@@ -231,30 +230,6 @@ class PromptFormat(Section):
     else format with an empty input."""
 
     _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
-
-    @model_validator(mode="after")
-    def _known_placeholders(self) -> "PromptFormat":
-        known = {"system_format": ("system",), "format": ("instruction", "input"), "no_input_format": ("instruction",)}
-        for key, allowed in known.items():
-            text = getattr(self, key)
-            problem = None if text is None else _problem(text, allowed)
-            if problem is not None:
-                names = " and ".join(f"{{{name}}}" for name in allowed)
-                raise ValueError(
-                    f"datasets.type.{key}: {text!r:.100} {problem}; expected {names}. Other braces are written twice."
-                )
-        return self
-
-
-def _problem(text: str, allowed: tuple[str, ...]) -> str | None:
-    try:
-        found = list(Formatter().parse(text))
-    except ValueError as error:
-        return f"is not a format string ({error})"
-    for _, name, spec, conversion in found:
-        if name is not None and (name not in allowed or spec or conversion):
-            return f"contains the placeholder {{{name}}}"
-    return None
 
 
 class ShapeKeys(Section):

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from ebft.errors import ConfigError, EBFTError, cause, shortened
 
 
@@ -35,18 +33,9 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
     if not all(name.split(".")) or not module:
         raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
     search_folders(os.getcwd())
-    try:
-        with user_code(f"{key}: importing {module!r} for {name!r}", error):
-            found = importlib.import_module(module)
-    except EBFTError as problem:
-        failure = problem.__cause__
-        if not isinstance(failure, ModuleNotFoundError) or not f"{module}.".startswith(f"{failure.name}."):
-            raise
-        raise error(
-            f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
-            f"{os.getcwd()}, in the folder of the config, or in the installed packages. Run the command in the folder "
-            f"of {module.partition('.')[0]}, or add that folder to PYTHONPATH.{hint}"
-        ) from failure
+    what = f"{key}: importing {module!r} for {name!r} from {os.getcwd()}, the folder of the config or PYTHONPATH failed"
+    with user_code(what, error, lambda happened: f"{what}: {happened}{hint if 'NotFound' in happened else ''}"):
+        found = importlib.import_module(module)
     if not callable(vars(found).get(function)):
         own = lambda value: callable(value) and getattr(value, "__module__", None) == module
         there = [each for each, value in vars(found).items() if own(value) and not each.startswith("_")]
@@ -75,7 +64,7 @@ def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any
 
 def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The keys that plugin `name` declares with `get_input_args`, with their values among the `given` ones. Raises
-    ConfigError for an invalid value, or if the declaration is none."""
+    ConfigError for an invalid value, or if the declaration is no pydantic.BaseModel."""
     if not hasattr(plugin, "get_input_args"):
         return {}
     what = f"plugins: {name}.get_input_args"
@@ -84,15 +73,9 @@ def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, An
     if path is None:
         return {}
     declared = find_function(what, path) if isinstance(path, str) else path
-    if not (inspect.isclass(declared) and issubclass(declared, BaseModel)):
-        raise ConfigError(f"{what} returned {path!r:.100}. It must return the path of a pydantic.BaseModel, or None.")
-    try:
-        values = declared.model_validate({key: value for key, value in given.items() if key in declared.model_fields})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or ", ".join(given)
-        raise ConfigError(f"{key}: {first['msg']} ({name}.get_input_args). Correct it in the config.") from error
-    return values.model_dump()
+    with user_code(what, ConfigError):
+        known = {key: value for key, value in given.items() if key in declared.model_fields}
+        return declared.model_validate(known).model_dump()
 
 
 def no_function(

@@ -13,34 +13,18 @@ from ebft.config.section import ExpectedError
 from ebft.errors import ConfigError, shortened
 from ebft.printed import value_without_secrets
 
+# Words that pydantic says in another way.
 _WANTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "int_parsing": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
+    **dict.fromkeys(("string_too_short", "string_pattern_mismatch"), "a non-empty string"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping of keys to values"),
     "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_too_short": "a non-empty string",
-    "string_pattern_mismatch": "a non-empty string",
     "string_type": "a string (put it in quotes if it looks like a number)",
-    "list_type": "a list",
-    "dict_type": "a mapping of keys to values",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
-    "finite_number": "a finite number",
 }
 # Minimum similarity for suggesting a known key in place of an unknown one: a typo, not a different word.
 _SLIP = 0.75
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000  # of a message; further errors are counted
 _SHOWN = 120  # characters of a value
 _BRANCH = re.compile(r"(bool|int|float|str|constrained-\w+)$|(list|dict|literal|function)[-\[]")
-_BOUNDS = {
-    "greater_than_equal": ("of at least", "ge"),
-    "greater_than": ("above", "gt"),
-    "less_than_equal": ("of at most", "le"),
-    "less_than": ("below", "lt"),
-}
 
 
 def raise_config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> NoReturn:
@@ -72,16 +56,12 @@ def _merged(error: ValidationError) -> list[dict[str, Any]]:
 
 def _wanted(detail: dict[str, Any]) -> str | None:
     kind, context = detail["type"], detail.get("ctx", {})
-    if kind in _BOUNDS:
-        words, key = _BOUNDS[kind]
-        return f"a value {words} {context[key]}"
+    if kind == "value_error":
+        return str(context["error"]) if isinstance(context["error"], ExpectedError) else None
     if kind == "literal_error":
         return context["expected"]
-    if kind == "too_short":
-        return f"a list with at least {context['min_length']} element"
-    if kind == "value_error" and isinstance(context["error"], ExpectedError):
-        return str(context["error"])
-    return _WANTED.get(kind)
+    words = detail["msg"].removeprefix("Input should be ").partition(",")[0]
+    return _WANTED.get(kind, f"a value {words}" if words.startswith(("greater", "less")) else words)
 
 
 def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> str:

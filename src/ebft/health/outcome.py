@@ -92,19 +92,15 @@ class Outcome(NamedTuple):
     unresolved: Sequence[str] = ()
 
     def __str__(self) -> str:
-        parts = [f"Outcome: {self.verdict}.", *self.reported]
+        parts = [f"Outcome: {self.verdict}."]
+        if self.unresolved:  # the first thing to look at
+            parts.append(f"Reported in health.jsonl and still so at the end: {', '.join(self.unresolved)}.")
         if self.training:
             parts.append(f"First and last tenth of the training logs:{_listed(self.training)}")
         if self.steps is not None:
             first, last = self.steps
             parts.append(f"First and last evaluation (steps {first} and {last}):{_listed(self.held_out)}")
         return "\n".join([*parts, *self.notes])
-
-    @property
-    def reported(self) -> list[str]:
-        """A sentence on health conditions, which are the first thing to look at; empty if there are none."""
-        names = ", ".join(self.unresolved)
-        return [f"Reported in health.jsonl and still so at the end: {names}."] if names else []
 
 
 def training_outcome(

@@ -55,13 +55,11 @@ def find_checkpoints(config: RunConfig) -> Found:
     output_dir = Path(config.output_dir)
     if config.resume_from_checkpoint is not None:
         named = Path(config.resume_from_checkpoint)
-        try:
-            check_complete(named)
-        except DamagedError as error:
+        if problem := damage(named):
             raise ConfigError(
-                f"resume_from_checkpoint: {named} is not a complete checkpoint: {error}. The newest complete one in "
+                f"resume_from_checkpoint: {named} is not a complete checkpoint: {problem}. The newest complete one in "
                 f"output_dir ({output_dir}) is {next(_complete(output_dir), None)}."
-            ) from error
+            )
         found = Found(named, named if has_optimizer_state(named) else None)
         is_own = output_dir.resolve() in (named.resolve(), named.resolve().parent)
         if not is_own and (has_records(output_dir) or newest_checkpoint(output_dir) is not None):
@@ -164,15 +162,15 @@ def _complete(
         if step_in_name(folder) > last_step:
             continue
         try:
-            check_complete(folder, reads_all)
+            problem = damage(folder, reads_all)
         except OSError:
             if warns:  # it may be the newest one, which the run would replace
                 raise
-        except DamagedError as error:
-            if warns:
-                warn(f"{folder} is not used: {error}. An older checkpoint is used, if there is one.")
-        else:
+            continue
+        if problem is None:
             yield folder
+        elif warns:
+            warn(f"{folder} is not used: {problem}. An older checkpoint is used, if there is one.")
 
 
 class PreviousRun(TrainerCallback):
@@ -234,41 +232,36 @@ _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global
 _OPTIMIZER = ("optimizer*", "global_step*")  # a file, FSDP's folder, DeepSpeed's folder
 
 
-class DamagedError(Exception):
-    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
-
-
-def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
-    """Raise DamagedError if a file of a checkpoint is missing or damaged; it may have no optimizer state at all.
+def damage(checkpoint: Path, reads_all: bool = True) -> str | None:
+    """What is missing or damaged in a checkpoint, None if nothing is; it may have no optimizer state at all.
 
     Without `reads_all`, checksums are not computed, which is faster for large files. Checkpoints of other programs have
     no checksums.
     """
     if not (checkpoint / STATE).is_file():
-        raise DamagedError(f"it has no {STATE}")
+        return f"it has no {STATE}"
     try:
         for path in sorted(checkpoint.glob("*.json")):
             json.loads(path.read_text(encoding="utf-8"))
         step = json_object(path := checkpoint / STATE).get("global_step")
         sums = json_object(path) if (path := checkpoint / CHECKSUMS).is_file() else {}
     except ValueError as error:
-        raise DamagedError(f"{path.name} is damaged ({error})") from error
+        return f"{path.name} is damaged ({error})"
     if step_in_name(checkpoint) not in (None, step):
-        raise DamagedError(f"it contains step {step}, unlike its name; to use it, rename it to checkpoint-{step}")
+        return f"it contains step {step}, unlike its name; to use it, rename it to checkpoint-{step}"
     for name, value in sums.items():
         if not (checkpoint / name).is_file():
-            raise DamagedError(f"it has no {name}")
+            return f"it has no {name}"
         if reads_all and checksum(checkpoint / name) != value:
-            raise DamagedError(f"{name} is damaged (wrong checksum)")
+            return f"{name} is damaged (wrong checksum)"
     if not _has(checkpoint, _WEIGHTS):
-        raise DamagedError("it has no weights (model.safetensors or adapter_model.safetensors)")
+        return "it has no weights (model.safetensors or adapter_model.safetensors)"
     # All of these are there, or none, as with save_only_model.
     names = {"optimizer state": _OPTIMIZER, "rng_state.pth": ("rng_state*.pth",)}
     if not any(checkpoint.glob("global_step*")):  # DeepSpeed may keep the schedule in its own folder
         names["scheduler.pt"] = ("scheduler.pt",)
     missing = [name for name, patterns in names.items() if not _has(checkpoint, patterns)]
-    if missing and len(missing) < len(names):
-        raise DamagedError(f"it has no {' and no '.join(missing)}")
+    return f"it has no {' and no '.join(missing)}" if missing and len(missing) < len(names) else None
 
 
 def has_optimizer_state(checkpoint: Path) -> bool:

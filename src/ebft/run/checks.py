@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebft.catalog import is_gguf, lasting_name
-from ebft.config.rules import INTERACTIVE
+from ebft.config.rules import INTERACTIVE, refuse
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened, warn
@@ -24,7 +24,6 @@ from ebft.machine import Machine
 from ebft.methods.processes import check_deepspeed
 from ebft.run.config.combinations import expert_problems
 from ebft.run.config.schema import RunConfig
-from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
 
 if TYPE_CHECKING:
@@ -33,22 +32,23 @@ if TYPE_CHECKING:
 
 def check_machine(config: RunConfig, machine: Machine) -> None:
     """Raise ConfigError, with an alternative, for settings that this machine does not support."""
+    problems = list(config.method.problems_here(config, machine))
     if config.deepspeed is not None and not machine.has_accelerator:
-        raise ConfigError(
+        problems.append(
             "deepspeed requires GPUs: on CPU, accelerate lets each process train on all rows. Remove deepspeed to use "
             "DDP, or set fsdp: true, which also runs on CPU."
         )
     if config.fsdp and machine.processes == 1:
-        raise ConfigError(
+        problems.append(
             "fsdp shards the model over several processes, but only one runs. Start several, for example ebft train "
             "CONFIG --num-processes 2, or remove fsdp."
         )
+    if problems:
+        raise ConfigError("\n".join(problems))
     if config.tf32 and not machine.supports_tf32:
         warn("tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.")
     if config.activation_offloading and not machine.has_accelerator:
         warn("activation_offloading: true has no effect on CPU: activations are in main memory.")
-    for problem in config.method.problems_here(config, machine):
-        raise ConfigError(problem)
     missing = list(_missing_on_gpus(config)) if machine.has_accelerator else []
     if missing:
         raise MissingPackageError("\n".join(missing))
@@ -61,29 +61,14 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     `elsewhere`: training may run on another machine, so packages that are missing here are warnings, and the number of
     processes is not checked.
     """
-    if config.sample_packing and config.group_by_length:
-        raise ConfigError(
-            "group_by_length groups rows by length, but sample_packing fills all rows up to sequence_len. Remove one."
-        )
     problems = list(config.method.problems(config))
-    if problems:
+    if not elsewhere:
+        problems += _problems_of_launch(config, launched_processes() if processes is None else processes)
+    if problems := problems + list(_overwritten(config)):
         raise ConfigError("\n".join(problems))
     if config.evaluation.pass_at:
         config.evaluation.counts(config.method.sampling(config).samples)  # raises
     check_types(config)
-    if not elsewhere:
-        processes = launched_processes() if processes is None else processes
-        if config.dp_shard_size not in (None, 1, processes):
-            raise ConfigError(
-                f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {processes} processes. "
-                "Remove it."
-            )
-        if config.ddp not in (None, processes > 1):
-            raise ConfigError(
-                f"ddp: {str(config.ddp).lower()}, but the number of processes is {processes}. Remove ddp, or start "
-                "another number, for example ebft train CONFIG --num-processes 2."
-            )
-    _check_not_overwritten(config)
     check_own(config)
     missing = list(config.method.missing_packages(config))
     if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
@@ -104,6 +89,13 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
         warn(f"Needed for training: {message}")
     for message in _missing_on_gpus(config) if elsewhere else ():
         warn(f"Needed for training on a GPU: {message}")
+
+
+def _problems_of_launch(config: RunConfig, processes: int) -> Iterator[str]:
+    if config.dp_shard_size not in (None, 1, processes):
+        yield f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {processes} processes."
+    if config.ddp not in (None, processes > 1):
+        yield f"ddp: {str(config.ddp).lower()}, but the number of processes is {processes}. Remove ddp."
 
 
 def _missing_on_gpus(config: RunConfig) -> Iterator[str]:
@@ -139,8 +131,8 @@ def check_types(config: RunConfig) -> None:
         check_transform(entry.type, config.required_rows)
 
 
-def _check_not_overwritten(config: RunConfig) -> None:
-    """Check that the run neither replaces nor moves the files that training starts from."""
+def _overwritten(config: RunConfig) -> Iterator[str]:
+    """What the run would replace or move of the files that training starts from."""
     with doing(f"looking for output_dir: {shortened(config.output_dir, 200)!r}"):
         output = os.path.realpath(config.output_dir)
     for section in ("datasets", "test_datasets"):
@@ -149,7 +141,7 @@ def _check_not_overwritten(config: RunConfig) -> None:
             way = Path(os.path.relpath(output, data)).parts  # hidden folders are not read
             is_read = os.path.isdir(data) and not any(part.startswith(".") for part in way)
             if entry.data_files is None and is_read:
-                raise ConfigError(
+                yield (
                     f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, whose "
                     "files are all read as data, so that this or a later run would read the files of this run. "
                     "Set output_dir to another folder, or name the files in data_files."
@@ -161,12 +153,12 @@ def _check_not_overwritten(config: RunConfig) -> None:
         with doing(f"looking for {key}: {shortened(name)}"):
             source = os.path.realpath(lasting_name(name))
         if output in (source, os.path.realpath(os.path.expanduser(name))):
-            raise ConfigError(
+            yield (
                 f"output_dir: {config.output_dir} is the folder of {key}, whose files the trained model would replace, "
                 "or also its name. Choose another folder."
             )
         if source.startswith(os.path.join(output, "checkpoint-")):
-            raise ConfigError(
+            yield (
                 f"output_dir: {config.output_dir} contains {key}: {name}, a checkpoint of an earlier run, which a new "
                 "run in the same folder moves away. Choose another folder."
             )
@@ -245,5 +237,88 @@ def check_adapted_experts(config: RunConfig, model: nn.Module) -> None:
 
     if config.lora_target_parameters is None and any(isinstance(module, ParamWrapper) for module in model.modules()):
         key = "lora_model_dir" if config.lora_model_dir is not None else "lora_target_modules"
-        for problem in expert_problems(config, f"{key}, which adapts the fused experts of this model,"):
-            raise ConfigError(problem)
+        refuse(expert_problems(config, f"{key}, which adapts the fused experts of this model,"))
+
+
+# Optimizers, without optim_args, and schedules, without lr_scheduler_kwargs, that need no check. For all others,
+# transformers (and torch) is imported, and they are created for one weight.
+_PLAIN = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+_PLAIN_SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"),
+    *("reduce_lr_on_plateau", "greedy"),
+)
+_IN_BACKWARD = (
+    "it updates weights during the backward pass, so that gradients are neither accumulated, clipped nor checked"
+)
+_REFUSED = {  # by the start of their names
+    **dict.fromkeys(("lomo", "adalomo"), _IN_BACKWARD),
+    "grokadamw": "its state is not part of checkpoints, from which runs could not be resumed",
+    **dict.fromkeys(
+        ("galore", "apollo"),
+        "its projections cannot be read from checkpoints, from which runs could not be resumed",
+    ),
+}
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Raise ConfigError for what would not train as configured; transformers raises for unknown names and arguments."""
+    name = config.optimizer
+    reason = next((reason for start, reason in _REFUSED.items() if name.startswith(start)), None)
+    if name.endswith("layerwise"):
+        reason = _IN_BACKWARD
+    if reason is not None:
+        raise ConfigError(f"optimizer: {name} is not supported: {reason}. Use adamw_torch_8bit to save memory.")
+    if name not in _PLAIN or config.optim_args:
+        _try_optimizer(config)
+    if config.lr_scheduler not in _PLAIN_SCHEDULES or config.lr_scheduler_kwargs:
+        _try_schedule(config)
+
+
+def optimizer_arguments(optim_args: dict[str, Any] | None) -> str | None:
+    """`optim_args` as transformers reads them."""
+    return ",".join(f"{name}={value}" for name, value in (optim_args or {}).items()) or None
+
+
+def _try_optimizer(config: RunConfig) -> None:
+    given = config.optim_args or {}
+    try:
+        with doing(f"creating optimizer: {config.optimizer} with optim_args: {given}"):
+            settings, plain = _settings(config.optimizer, given), _settings(config.optimizer, {})
+    except ImportError as error:
+        raise MissingPackageError(f"optimizer: {config.optimizer}: {error}") from error
+    for name, value in given.items():
+        is_text = isinstance(settings.get(name), str) and not isinstance(plain.get(name, ""), str)
+        without = {other: each for other, each in given.items() if other != name}
+        try:  # whether other values give another optimizer than none
+            is_read = any(
+                _settings(config.optimizer, {**without, name: each}) != _settings(config.optimizer, without)
+                for each in (7, 11)
+            )
+        except ValueError:
+            is_read = True
+        if is_text or (value is False and settings.get(name)) or not is_read:
+            raise ConfigError(
+                f"optim_args.{name}: transformers does not read {value} for optimizer: {config.optimizer}. Remove it."
+            )
+
+
+def _settings(name: str, optim_args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with which transformers creates an optimizer, without the weights."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        optim=name, optim_args=optimizer_arguments(optim_args), use_cpu=True, report_to="none"
+    )
+    return Trainer.get_optimizer_cls_and_kwargs(arguments)[1]
+
+
+def _try_schedule(config: RunConfig) -> None:
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
+    kwargs = config.lr_scheduler_kwargs
+    if kwargs and config.lr_scheduler.startswith("constant"):
+        raise ConfigError(f"lr_scheduler: {config.lr_scheduler} reads no lr_scheduler_kwargs. Remove them.")
+    with doing(f"creating lr_scheduler: {config.lr_scheduler} with lr_scheduler_kwargs: {kwargs or '{}'}"):
+        get_scheduler(config.lr_scheduler, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs) if kwargs else None)

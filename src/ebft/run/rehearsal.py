@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ebft.errors import EBFTError, SaveError, save_problem, save_remedy, warn
+from ebft.errors import EBFTError, SaveError, save_problem, warn
 from ebft.files import STAGING, remove_staged
 from ebft.machine import free_disk, gib
 from ebft.run.config.schema import RunConfig
@@ -30,8 +30,7 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
         raise
     except Exception as error:  # of any library that writes a file
         raise SaveError(
-            f"The model could not be saved in {output_dir}, so training is not started: {save_problem(staged, error)} "
-            f"{save_remedy(output_dir / 'model', error)}."
+            f"The model could not be saved in {output_dir}, so training is not started: {save_problem(staged, error)}"
         ) from error
     finally:
         remove_staged(staged)

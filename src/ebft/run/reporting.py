@@ -19,8 +19,7 @@ from huggingface_hub import ModelCardData
 
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, SaveError, cause, doing, warn
-from ebft.files import check_writable
+from ebft.errors import SaveError, cause, doing, warn
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
 from ebft.printed import say, without_secrets, without_secrets_in_text
@@ -169,20 +168,15 @@ _WHEN = {
 
 
 def check_hub(config: RunConfig) -> None:
-    """Create the repository `hub_model_id`, on the main process. ConfigError if that fails; warn if it is public."""
+    """Create the repository `hub_model_id`, on the main process; warn if it is public."""
     if not config.hub_model_id or not is_main_process():
         return
     from huggingface_hub import HfApi
 
     api = HfApi()
-    try:
+    with doing(f"creating hub_model_id: {config.hub_model_id!r} on the Hub (`hf auth login` logs in)"):
         name = api.create_repo(config.hub_model_id, private=config.hub_private_repo, exist_ok=True).repo_id
         is_private = api.repo_info(name).private
-    except Exception as error:  # the client's transport errors have no common public base class
-        raise ConfigError(
-            f"hub_model_id: {config.hub_model_id!r} cannot be created or reached on the Hub ({cause(error)}). Log in "
-            "with `hf auth login`, correct the id, or remove hub_model_id to keep the model on this machine."
-        ) from error
     say(f"Hub: {name} ({'private' if is_private else 'public'}), {_WHEN[config.hub_strategy]}", err=True)
     if config.hub_private_repo and not is_private:
         warn(
@@ -243,7 +237,7 @@ def trackers(config: RunConfig) -> list[str]:
 
 
 def start_trackers(names: list[str], run_name: str | None) -> None:
-    """Start what needs a package, an account, a network or a folder, so that its error precedes the model's loading."""
+    """Start what needs a package, an account, or a network, so that its error precedes the model's loading."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     with doing(f"creating the trackers of report_to: {names}"):
@@ -254,11 +248,6 @@ def start_trackers(names: list[str], run_name: str | None) -> None:
         with doing("starting the tracker wandb (wandb_mode: offline needs no account)"):
             if wandb.run is None:  # transformers continues with the run
                 wandb.init(project=os.getenv("WANDB_PROJECT", "huggingface"), name=run_name)
-    folder = os.getenv("TENSORBOARD_LOGGING_DIR")
-    if "tensorboard" in names and folder:
-        with doing("creating the folder TENSORBOARD_LOGGING_DIR of TensorBoard"):
-            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
-            check_writable(Path(folder).expanduser())
 
 
 def tracker_environment(config: RunConfig) -> dict[str, str]:

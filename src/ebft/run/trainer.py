@@ -12,16 +12,16 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from ebft.config.keys.run import RATE_KEYS
-from ebft.errors import ConfigError, ModelError, warn
+from ebft.errors import ConfigError, ModelError, doing, warn
 from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.methods.processes import deepspeed_settings, fsdp_arguments
 from ebft.models.causal_lm import unwrap_adapter
-from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
+from ebft.monitor.budget import StopAtBudget
+from ebft.monitor.metrics import ConsoleMetrics, ProgressBar
 from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
-from ebft.run.checks import check_adapted_experts, launched_processes
+from ebft.run.checks import check_adapted_experts, launched_processes, optimizer_arguments
 from ebft.run.config.schema import RunConfig
-from ebft.run.optimizer import optimizer_arguments
 from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers
 from ebft.serving.server import VLLMServer
@@ -29,14 +29,10 @@ from ebft.transformers_internals import checkpointing_argument, is_torch_tf32_av
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
-    """The arguments for `rows` rows. Raises ConfigError for what only transformers detects."""
+    """The arguments for `rows` rows."""
     kwargs = training_kwargs(config, this_machine(), rows, has_eval)
-    try:
+    with doing("passing the settings of the config to the trainer"):
         args = config.method.arguments_class()(**kwargs)
-    except ConfigError:
-        raise
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"The trainer does not accept these settings: {error}") from error
     use_one_gpu(args)
     return args
 
@@ -231,16 +227,12 @@ def _with_evaluations(config: RunConfig, kwargs: dict[str, Any], steps_per_epoch
 
 def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:
     """Whether each checkpoint has an evaluation, as transformers requires for loading the best one."""
-    if kwargs["save_strategy"] == "best":
-        return True
-    save, evaluate = kwargs.get("save_steps"), kwargs.get("eval_steps")
-    if kwargs["save_strategy"] != kwargs["eval_strategy"] or kwargs["save_strategy"] == "no":
-        return False
-    if kwargs["save_strategy"] == "epoch":
-        return True
-    if save is None or evaluate is None or (save < 1) != (evaluate < 1):
-        return False
-    return save % evaluate == 0 if save >= 1 else (save * 1_000_000) % (evaluate * 1_000_000) == 0
+    strategy, save, evaluate = kwargs["save_strategy"], kwargs.get("save_steps"), kwargs.get("eval_steps")
+    if strategy in ("best", "no") or strategy != kwargs["eval_strategy"]:
+        return strategy == "best"
+    if strategy == "epoch" or save is None or evaluate is None or (save < 1) != (evaluate < 1):
+        return strategy == "epoch"
+    return (save * 1_000_000) % (evaluate * 1_000_000) == 0
 
 
 def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | None:

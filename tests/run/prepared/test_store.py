@@ -1,7 +1,6 @@
 """Folders of prepared rows: equal to rows that are loaded directly, complete or absent, made again if damaged."""
 
 import os
-import threading
 
 import pytest
 from datasets import Dataset
@@ -94,29 +93,3 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(make, base, prepare, r
     with pytest.raises(DataError, match="was changed while it was read"):
         prepare(config)
     assert folders(base) == []
-
-
-def test_of_several_at_once_one_prepares_and_the_others_read(make, prepare, monkeypatch, capsys):
-    config = make()
-    calls, entered, proceed = [], threading.Event(), threading.Event()
-    load = type(config.method).load_rows
-
-    def slow(self, *arguments):
-        calls.append(1)
-        entered.set()
-        assert proceed.wait(60)
-        return load(self, *arguments)
-
-    monkeypatch.setattr(type(config.method), "load_rows", slow)
-    say = prepared_rows.say
-    monkeypatch.setattr(prepared_rows, "say", lambda *arguments, **keys: (say(*arguments, **keys), proceed.set()))
-    found = []
-    first, second = (threading.Thread(target=lambda: found.append(prepare(config))) for _ in range(2))
-    first.start()
-    assert entered.wait(60)
-    second.start()  # its line, that it waits, lets the first one proceed
-    for thread in (first, second):
-        thread.join(60)
-    assert len(calls) == 1 and sorted(prepared.is_new for prepared in found) == [False, True]
-    assert "Waiting for another process" in capsys.readouterr().err
-    assert found[0].rows.train[:] == found[1].rows.train[:]

@@ -16,6 +16,15 @@ MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
 
+def _same(section: Section, key: str, other: str, value: Any) -> None:
+    """Set `key` to the value of `other`, which is another name of it."""
+    if value is None:
+        return
+    if key in section.model_fields_set and getattr(section, key) not in (None, value):
+        raise ValueError(f"{key} and {other} are two names of the same key. Keep one.")
+    setattr(section, key, value)
+
+
 class StepKeys(Section):
     """Keys of an entry of steps (`type: stepwise_supervised`)."""
 
@@ -113,23 +122,15 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
 
     @model_validator(mode="after")
     def _one_name_of_each_key(self) -> "DatasetEntry":
-        self._same("field", "field_messages", self.field_messages)
-        self._same("train_on_eos", "train_on_eot", self.train_on_eot)
-        self._same("split", "train_on_split", self.train_on_split)
+        _same(self, "field", "field_messages", self.field_messages)
+        _same(self, "train_on_eos", "train_on_eot", self.train_on_eot)
+        _same(self, "split", "train_on_split", self.train_on_split)
         self._same_property("role", self.message_field_role)
         self._same_property("content", self.message_field_content)
         self.type = OTHER_TYPES.get(self.type, self.type)
         if self.field_messages == MESSAGES and self.type in ("chat_template", "chat_template.transform"):
             self.type = TRANSFORM
         return self
-
-    def _same(self, key: str, other: str, value: Any) -> None:
-        """Set `key` to the value of `other`, which is another name of it."""
-        if value is None:
-            return
-        if key in self.model_fields_set and getattr(self, key) not in (None, value):
-            raise ValueError(f"{key} and {other} are two names of the same key. Keep one.")
-        setattr(self, key, value)
 
     def _same_property(self, key: str, value: str | None) -> None:
         """Add the value of `message_field_*`, another name of a property of messages, to the mapping."""
@@ -294,13 +295,8 @@ class StreamSettings(StreamKeys, DataSettings):
 
     @model_validator(mode="after")
     def _one_buffer(self) -> Self:
-        size = self.pretrain_multipack_buffer_size
-        if size is None:
-            return self
-        if "streaming_multipack_buffer_size" in self.model_fields_set and self.streaming_multipack_buffer_size != size:
-            raise ValueError(
-                "streaming_multipack_buffer_size and pretrain_multipack_buffer_size are two names of the same key. "
-                "Keep one."
-            )
-        self.streaming_multipack_buffer_size, self.pretrain_multipack_buffer_size = size, None
+        key, other = "streaming_multipack_buffer_size", "pretrain_multipack_buffer_size"
+        _same(self, key, other, self.pretrain_multipack_buffer_size)
+        if self.pretrain_multipack_buffer_size is not None:
+            self.pretrain_multipack_buffer_size = None
         return self

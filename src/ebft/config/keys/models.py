@@ -5,11 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
-from ebft.errors import shortened
 
 Layer = Annotated[int, Field(ge=0, le=100_000)]
 ALL_LINEAR = "all-linear"  # in PEFT
-ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 class SpecialTokens(Section):
@@ -155,13 +153,8 @@ class AttentionKeys(Section):
 
     @field_validator("attn_implementation")
     @classmethod
-    def _is_known(cls, name: str | None) -> str | None:
-        """An implementation of transformers, or a kernel on the Hub (`owner/name`)."""
-        name = "flex_attention" if name == "flex" else name
-        if name is not None and name not in ATTENTION_IMPLEMENTATIONS and "/" not in name:
-            known = ", ".join(map(repr, ATTENTION_IMPLEMENTATIONS))
-            raise ValueError(f"attn_implementation: invalid value {name!r}; expected {known}, or a kernel on the Hub.")
-        return name
+    def _in_full(cls, name: str | None) -> str | None:
+        return "flex_attention" if name == "flex" else name
 
 
 MAX_RANK = 2**16  # more than any model has hidden units
@@ -219,16 +212,11 @@ class AdapterKeys(Section):
         names = [given] if isinstance(given, str) else given
         if not isinstance(names, list) or ALL_LINEAR not in names:
             return data
-        if len(names) > 1:
-            raise ValueError(
-                f"lora_target_modules: {ALL_LINEAR} selects every linear layer, but the list has other modules too: "
-                f"{shortened(', '.join(str(name) for name in names if name != ALL_LINEAR), 200)}. If they are linear "
-                "layers, remove them; if not, replace all-linear with lora_target_linear: true."
-            )
         if data.get("lora_target_linear") is False:
             raise ValueError(f"lora_target_modules: {ALL_LINEAR} contradicts lora_target_linear: false. Remove one.")
         rest = {key: value for key, value in data.items() if key != "lora_target_modules"}
-        return {**rest, "lora_target_linear": True}
+        others = [name for name in names if name != ALL_LINEAR]
+        return rest | ({"lora_target_modules": others} if others else {}) | {"lora_target_linear": True}
 
 
 class ModelSettings(AdapterKeys, AttentionKeys, ModelKeys, PrecisionKeys):

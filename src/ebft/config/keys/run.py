@@ -75,9 +75,8 @@ class OptimizerKeys(Section):
         if not isinstance(value, str):
             return value
         pairs = [part.partition("=") for part in value.replace(" ", "").split(",")]
-        if not all(name and equals and text for name, equals, text in pairs):
-            raise ValueError(f"optim_args: invalid value {value!r:.60}; expected a mapping, or name=value,name=value.")
-        return {name: text for name, _, text in pairs}
+        is_whole = all(name and equals and text for name, equals, text in pairs)
+        return {name: text for name, _, text in pairs} if is_whole else value
 
 
 class BudgetSection(Section):
@@ -123,24 +122,18 @@ class LengthKeys(SeedKeys):
     @model_validator(mode="after")
     def _batch_size_is_a_product(self) -> "LengthKeys":
         """Replace `batch_size` by the factor that is not given."""
-        size, micro, steps = self.batch_size, "micro_batch_size", "gradient_accumulation_steps"
-        given = [key for key in (micro, steps) if key in self.model_fields_set]
-        if size is None:
+        if (size := self.batch_size) is None:
             return self
-        if not given:
-            raise ValueError(f"batch_size is {micro} times {steps}. Set one as well: the other is derived.")
+        both = ("micro_batch_size", "gradient_accumulation_steps")
+        given = [key for key in both if key in self.model_fields_set]
         if len(given) == 1:
-            (known,), (missing,) = given, {micro, steps} - {*given}
-            if size % getattr(self, known):
-                raise ValueError(
-                    f"batch_size: {size} is not a multiple of {known}: {getattr(self, known)}. Change one, or "
-                    f"replace batch_size by {missing}."
-                )
-            setattr(self, missing, size // getattr(self, known))
-        elif self.micro_batch_size * self.gradient_accumulation_steps != size:
+            (missing,) = {*both} - {*given}
+            setattr(self, missing, max(1, size // getattr(self, given[0])))
+        if not given or self.micro_batch_size * self.gradient_accumulation_steps != size:
+            product = " times ".join(f"{key}: {getattr(self, key)}" for key in given)
             raise ValueError(
-                f"batch_size: {size} is not {micro}: {self.micro_batch_size} times {steps}: "
-                f"{self.gradient_accumulation_steps}. Remove batch_size, or correct it."
+                f"batch_size: {size} is not {product or ' times '.join(both)}. Remove batch_size, or set one of these "
+                "keys to a divisor: the other is derived."
             )
         self.batch_size = None
         return self
@@ -174,26 +167,6 @@ class HardwareKeys(PrecisionKeys):
     torch_compile_backend: NotBlank | None = Field(None, description="Backend of torch.compile. If unset, inductor.")
     torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
     """Mode of torch.compile. If unset, PyTorch's default."""
-
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _does_not_offload(cls, value: Any) -> Any:
-        if value == "offload_disk":
-            raise ValueError(
-                "gradient_checkpointing: offload_disk is not supported: activations are not written to disk. Use "
-                "gradient_checkpointing: true, with activation_offloading: true to keep them in main memory."
-            )
-        return value
-
-    @field_validator("activation_offloading", mode="before")
-    @classmethod
-    def _offloads_to_main_memory(cls, value: Any) -> Any:
-        if value in ("disk", "hidden_states"):
-            raise ValueError(
-                f"activation_offloading: {value} is not supported: TRL's hooks copy all activations to main memory. "
-                "Use activation_offloading: true."
-            )
-        return value
 
     ddp: bool | None = None
     """true requires several processes, false a single process. If unset, either is accepted."""

@@ -1,6 +1,5 @@
 """The section `vllm:` of the config, and the settings of a server."""
 
-import errno
 import socket
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,7 +8,7 @@ from pydantic import Field
 
 from ebft.config.keys.models import ModelSettings
 from ebft.config.section import NotBlank, Section, paths
-from ebft.errors import ConfigError, doing
+from ebft.errors import doing
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -75,7 +74,7 @@ def base_url(host: str, port: int) -> str:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise ConfigError if a server cannot listen on `host` and `port`, usually because the port is in use."""
+    """Raise OSError if a server cannot listen on `host` and `port`, usually because the port is in use."""
     with doing(f"trying to listen on vllm.host {host}, vllm.port {port}"):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -83,12 +82,4 @@ def check_free(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as probe:
             # As servers do: ignore remaining connections of a stopped server. A listening socket is still detected.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                raise ConfigError(
-                    f"vllm.port: port {port} on {host} is already in use, possibly by an earlier server. Stop the "
-                    "other program, or set vllm.port to a free port (and trl.vllm_server_port for the trainer)."
-                ) from None
+            probe.bind(address)

@@ -16,8 +16,7 @@ from ebft.errors import ConfigError
 from ebft.methods.base_config import GROUPS as COMMON
 from ebft.methods.base_config import MethodKeys
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
-from ebft.run.config.combinations import refuse_contradictions
-from ebft.run.config.resolve import resolve
+from ebft.run.config.combinations import refuse_contradictions, resolve
 
 if TYPE_CHECKING:
     from ebft.config.keys.nemo_gym import NemoGymKeys

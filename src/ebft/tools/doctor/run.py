@@ -24,7 +24,7 @@ from ebft.errors import ConfigError
 from ebft.machine import free_disk, gib, peak_resident
 from ebft.models.load import find_base_model, load_model, load_model_config, quantisation_config, usable_attention
 from ebft.models.tokenizer import load_tokenizer
-from ebft.monitor import ConsoleMetrics
+from ebft.monitor.metrics import ConsoleMetrics
 from ebft.printed import duration, say
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable

@@ -64,7 +64,7 @@ def _trained_on(
         try:
             for row in _training_documents(path, config, held_out.entries):
                 shared.update(evaluated.same_as(row_texts(row)))
-        except (DataError, ValidationError, TypeError, ValueError, KeyError) as error:
+        except (DataError, OSError, ValidationError, TypeError, ValueError, KeyError) as error:
             reason = str(error) if isinstance(error, DataError) else f"its datasets cannot be read from {path}"
             problems.append(reason)
             continue

@@ -24,7 +24,7 @@ from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.attention import HINT
 from ebft.prefix.forward import check_supported
-from ebft.run.config.resolve import SCHEDULES_WITHOUT_WARMUP
+from ebft.run.config.combinations import SCHEDULES_WITHOUT_WARMUP
 from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
 from ebft.tools.init.draft import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
