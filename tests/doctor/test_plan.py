@@ -170,6 +170,7 @@ def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
     assert list(found).index(("error", "memory")) < list(found).index(("ok", "changes"))
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_has_a_floor_of_time(doctor, tmp_path):
     """The phases are in their order; what other kernels than sdpa save is not planned."""
     code, found = doctor(write_config(tmp_path, flex_attention=True), "--for", "H100")
