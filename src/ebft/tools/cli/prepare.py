@@ -19,7 +19,7 @@ from ebft.printed import REMOVED, safe_console, say, value_without_secrets, with
 from ebft.run.checks import check_runnable, check_types, imported_names
 from ebft.run.config.reference import option_groups
 from ebft.run.config.schema import RunConfig, load_config
-from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
+from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option
 from ebft.tools.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
 from ebft.tools.doctor.known import gpu_card
@@ -223,11 +223,10 @@ def preprocess(
             "Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
             "is given.",
             min=1,
-            names=("--count", "-n"),
+            names=("--count", "--debug-num", "-n"),
         ),
     ] = None,
     html: Annotated[Path | None, option("FILE", "Write the same rows to this HTML file.")] = None,
-    former_debug_num: Annotated[int | None, typer.Option("--debug-num", min=1, hidden=True)] = None,
 ) -> None:
     """Prepare the rows of a config and store them, for use by `ebft train`.
 
@@ -242,7 +241,6 @@ def preprocess(
 
     ebft preprocess run.yaml --count 20 --html rows.html
     """
-    count = renamed(count, former_debug_num, "--count", "--debug-num")
     run_config = load_config(config, overrides or [])
     check_types(run_config)
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):

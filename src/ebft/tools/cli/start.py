@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,13 +19,13 @@ from ebft.tools.console import polite
 if TYPE_CHECKING:
     from ebft.methods.method import Method
 
-METHOD_HELP = f"How to train: {', '.join(named_methods())}. Default: the first of these that fits the rows."
 MODEL_HELP = "Base model: a folder, a Hub id, or a model of `ebft fetch`."
 DATA_HELP = "Training data: a file, a folder or a Hub id."
 CONFIG = "train.yaml"  # of a run without a config, in its output_dir
 _OF_ONE_START = ("resume_from_checkpoint", "auto_resume_from_checkpoints")  # overrides that are not written
 ModelOption = Annotated[str | None, option("MODEL", MODEL_HELP, complete=complete_model)]
-MethodOption = Annotated[str | None, option("NAME", METHOD_HELP, complete=lambda: list(named_methods()))]
+METHOD_HELP = f"How to train: {', '.join(named_methods())}. Default: the first of these that fits the rows."
+MethodOption = Annotated[Literal[tuple(named_methods())] | None, option("NAME", METHOD_HELP)]
 
 
 @polite

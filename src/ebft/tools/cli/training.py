@@ -54,14 +54,19 @@ def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions)
     return run_config, plan
 
 
+def check_not_launched(option: str) -> None:
+    """Raise ConfigError in a process of a launcher, where each process would do what `option` does once."""
+    if is_launched():
+        raise ConfigError(f"{option} starts the processes itself. Use --num-processes in place of a launcher.")
+
+
 def train_sweep(
     file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool
 ) -> int:
     """Train all combinations of a sweep, print their results, and return the exit status."""
     if options.machines > 1:
         raise ConfigError("--sweep runs on one machine. Remove --num-machines, or start its runs one by one.")
-    if is_launched():
-        raise ConfigError("--sweep launches its runs itself. Start it without a launcher, with --num-processes.")
+    check_not_launched("--sweep")
 
     def check(words: Sequence[str]) -> RunConfig:
         with warnings.catch_warnings(action="ignore"):  # each run gives its own
@@ -216,8 +221,7 @@ def _config_and_overrides(
         overrides = [str(config), *overrides]
     elif config is not None:
         raise ConfigError(f"{config} and --model, --data or --method: a config contains them. Remove one.")
-    if is_launched():
-        raise ConfigError("--model and --data need no launcher: remove it, and use --num-processes.")
+    check_not_launched("--model with --data")
     return config_of_data(model, data, method, overrides)
 
 
@@ -298,7 +302,7 @@ def leave_process_group() -> None:
 
 
 DASHBOARD = "EBFT_TUI"  # environment variable; training that was started with its dashboard has it set to 0
-_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_OFF = ("0", "false", "no", "off")  # its values, and those of tui.enabled
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 
@@ -326,11 +330,9 @@ def tui(folder: RunFolder) -> None:
 
 
 def wants_dashboard(in_config: bool) -> bool:
-    """Whether the environment or the config asks for the dashboard, and it can be shown. Raises ConfigError."""
+    """Whether the environment or the config asks for the dashboard, and it can be shown."""
     asked = {name: os.environ[name].lower() for name in (DASHBOARD, "AXOLOTL_TUI") if os.environ.get(name)}
     name, value = next(iter(asked.items()), ("tui.enabled", str(in_config).lower()))
-    if value not in (*_ON, *_OFF):
-        raise ConfigError(f"{name}: invalid value {value!r:.60}; expected 1 or 0.")
     if value in _OFF or is_launched():
         return False
     if not is_terminal():
@@ -346,18 +348,18 @@ def is_terminal() -> bool:
 
 def check_terminal(command: str) -> None:
     """Raise RunError if the dashboard cannot be shown."""
+    missing = "a terminal, which `ebft report FOLDER` and `ebft show FOLDER` do not" if not is_terminal() else None
     if find_spec("textual") is None:
-        raise RunError(f"{command} requires the package textual: pip install 'ebft[tui]'")
-    if not is_terminal():
-        raise RunError(f"{command} requires a terminal. `ebft report FOLDER` and `ebft show FOLDER` do not.")
+        missing = "the package textual: pip install 'ebft[tui]'"
+    if missing is not None:
+        raise RunError(f"{command} requires {missing}")
 
 
 def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     """Run `ebft train ARGUMENTS` in another process beside the dashboard; returns the exit status. If the dashboard
     fails, this waits for the training process instead, and passes Ctrl-C on to it."""
     check_terminal("ebft train --tui")
-    if is_launched():
-        raise RunError("--tui starts the processes itself. Use --num-processes in place of a launcher, or `ebft tui`.")
+    check_not_launched("--tui")
     from ebft.tools.dashboard.tui import Training, TrainingDashboard
 
     training = Training(arguments, folder)

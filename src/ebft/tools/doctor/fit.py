@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def model_config_of(config: RunConfig) -> tuple[Any, str]:
     except (ModelError, ConfigError, OSError) as error:
         name = re.sub("-(Instruct|Base)$", "", config.base_model)
         if (Path(config.base_model).expanduser() / "config.json").is_file():
-            raise ModelError(str(error)) from error
+            raise
         if name not in KNOWN:
             raise ModelError(
                 f"{error} To plan without it, set base_model to a folder with its config.json (weights are not needed) "
@@ -46,27 +45,15 @@ def model_config_of(config: RunConfig) -> tuple[Any, str]:
     return AutoConfig.for_model(values.pop("model_type"), **values), f"the known shape of {name}"
 
 
-@dataclass(frozen=True)
-class Floor:
-    """The least seconds of a step: its FLOPs at the card's rate, its bytes at its bandwidth, its kernels' launches."""
-
-    flops: float
-    moved: float
-    kernels: float
-
-    @property
-    def total(self) -> float:
-        return max(self.flops, self.moved, self.kernels)
-
-
-def floor(plan: StepPlan, card: Card, config: RunConfig) -> Floor | None:
-    """The floor of an optimizer step; None if the rates of the card are not known."""
+def floor(plan: StepPlan, card: Card, config: RunConfig) -> dict[str, float]:
+    """The least seconds of an optimizer step by its FLOPs at the card's rate, its bytes at its bandwidth, and the
+    launches of its kernels; empty if the rates of the card are not known."""
     rate = card.bfloat16 if _is_rounded(config) else card.float32
     if rate is None or card.bandwidth is None:
-        return None
+        return {}
     step = [use for name, use in plan.phases.items() if name not in (*BEFORE, "evaluation")]
     flops, moved, kernels = (sum(getattr(use, name) for use in step) for name in ("flops", "moved", "kernels"))
-    return Floor(flops / rate, moved / card.bandwidth, kernels * _KERNEL)
+    return {"arithmetic": flops / rate, "memory traffic": moved / card.bandwidth, "kernels": kernels * _KERNEL}
 
 
 def _is_rounded(config: RunConfig) -> bool:
@@ -140,7 +127,12 @@ def planned(config: RunConfig, name: str, card: Card) -> Iterator[Check]:
     if found.failed:
         return
     model_config, limit = found.result[0], room(card, config)
-    yield from _assumptions(config)
+    if config.method.rows == "prompts" and config.trl.use_vllm and config.trl.vllm_mode != "colocate":
+        text = "trl.use_vllm: the vLLM server is not in this plan; it needs another GPU. With one GPU, set "
+        yield Check("warning", "vLLM", f"{text}trl.vllm_mode=colocate vllm.gpu_memory_utilization=0.3")
+    if config.attn_implementation not in (None, "sdpa"):
+        text = f"attn_implementation: {config.attn_implementation} is planned as sdpa, without its fused kernels"
+        yield Check("warning", "attention", f"{text}, which may need less memory and time")
     rows = f"{config.micro_batch_size:,} rows of up to {config.sequence_len:,} tokens"
     yield Check("ok", "plan", f"a step with micro-batches of {rows}; this takes a minute or more")
     with Planner() as planner:
@@ -168,16 +160,6 @@ def _size(size: float) -> str:
     return f"{size / _GIB:.1f} GiB" if abs(size) >= _GIB else gib(size)
 
 
-def _assumptions(config: RunConfig) -> Iterator[Check]:
-    """What the plan leaves out, as warnings."""
-    if config.method.rows == "prompts" and config.trl.use_vllm and config.trl.vllm_mode != "colocate":
-        text = "trl.use_vllm: the vLLM server is not in this plan; it needs another GPU. With one GPU, set "
-        yield Check("warning", "vLLM", f"{text}trl.vllm_mode=colocate vllm.gpu_memory_utilization=0.3")
-    if config.attn_implementation not in (None, "sdpa"):
-        text = f"attn_implementation: {config.attn_implementation} is planned as sdpa, without its fused kernels"
-        yield Check("warning", "attention", f"{text}, which may need less memory and time")
-
-
 def _described(plan: StepPlan, config: RunConfig, card: Card) -> Iterator[Check]:
     """The lines of a plan: weights, phases, and the least time."""
     trained = f"{plan.trained:,} trained" if config.adapter is None else f"{plan.trained:,} in the adapter"
@@ -190,8 +172,8 @@ def _described(plan: StepPlan, config: RunConfig, card: Card) -> Iterator[Check]
         others += use.flops_elsewhere if phase not in (*BEFORE, "evaluation") else 0
         yield Check("ok", f"peak memory, {phase}", f"{gib(use.peak)}{elsewhere}; {work}")
     least = floor(plan, card, config)
-    if least is not None:
-        parts = f"arithmetic {least.flops:.2f} s, memory traffic {least.moved:.2f} s, kernels {least.kernels:.2f} s"
-        text = f"a step takes at least {least.total:.2f} s ({parts}), by data sheet and 10 µs a kernel"
+    if least:
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in least.items())
+        text = f"a step takes at least {max(least.values()):.2f} s ({parts}), by data sheet and 10 µs a kernel"
         text += f", and the time of {others / 1e12:,.2f} TFLOP on other devices, which is not known" if others else ""
         yield Check("ok", "time", text)

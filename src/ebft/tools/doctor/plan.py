@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 
 from ebft.errors import ModelError, cause
 from ebft.models.adapter import attach_adapter
@@ -34,6 +34,7 @@ from ebft.run.trainer import build_trainer, training_arguments
 from ebft.tools.doctor.known import Use, process_for_plans
 from ebft.tools.doctor.memory import changed
 from ebft.tools.doctor.rows import rows_per_step
+from ebft.tools.doctor.run import OptimizerPhase, without_output
 
 STEP = "loss and backward"  # what is in no other phase of a step
 BEFORE = ("model", "trainer setup")  # phases before the first step
@@ -42,13 +43,10 @@ _BITS = {4: 4.5 / 8, 8: 1.0}  # bytes of a quantised weight, with the scales of 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The phases of a step, in their order, and what stays in memory, in bytes."""
+    """The phases of a step, in their order, and the numbers of weights."""
 
     phases: dict[str, Use]
-    weights: int
-    gradients: int
-    optimizer: int
-    parameters: int  # numbers, not bytes
+    parameters: int
     trained: int
 
     @property
@@ -115,7 +113,7 @@ def _plan(request: Request, folder: str, ledger: Any) -> StepPlan:
     given, config = request.config, _for_device(request.config, folder)
     tokenizer = request.tokenizer or _tokenizer(request.model_config)
     with ledger.phase("model"):
-        model, parameters = _model(request, config, tokenizer)
+        model, parameters = _model(request, config, tokenizer, ledger)
     ledger.phases["model"].peak = ledger.held[0] - ledger.base[0]  # without the drawing
     rows = request.rows
     if rows is None:
@@ -133,9 +131,7 @@ def _plan(request: Request, folder: str, ledger: Any) -> StepPlan:
         setattr(trainer, method, ledger.phase(name)(getattr(trainer, method)))
     if given.method.rows == "prompts" and given.trl.use_vllm:
         trainer.backend = _Server
-    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
-    step = _Step(ledger, optimizer_bytes(given.optimizer, 4) / 8 if "bit" in given.optimizer else 1.0)
-    trainer.add_callback(step)
+    trainer.add_callback(_Step(ledger, optimizer_bytes(given.optimizer, 4) / 8 if "bit" in given.optimizer else 1.0))
     with ledger.phase(STEP):
         trainer.train()
     if given.val_set_size or given.test_datasets:
@@ -145,11 +141,8 @@ def _plan(request: Request, folder: str, ledger: Any) -> StepPlan:
             trainer.evaluate(Dataset.from_list(held_out))
     return StepPlan(
         phases=_uses(ledger, given.gradient_accumulation_steps / config.gradient_accumulation_steps),
-        weights=step.weights,
-        gradients=sum(weight.nbytes for weight in trained),
-        optimizer=step.states,
         parameters=parameters,
-        trained=sum(weight.numel() for weight in trained),
+        trained=sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad),
     )
 
 
@@ -165,7 +158,7 @@ def _uses(ledger: Any, repeats: float) -> dict[str, Use]:
     return {name: ledger.phases[name] for name in ordered}
 
 
-def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, int]:
+def _model(request: Request, config: RunConfig, tokenizer: Any, ledger: Any) -> tuple[Any, int]:
     """The model to train, and the number of its weights without the adapter."""
     head, model_config, given = config.method.head(config), copy.deepcopy(request.model_config), request.config
     if head.num_labels is not None:
@@ -180,48 +173,33 @@ def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, in
         model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     bits = 4 if given.load_in_4bit else 8 if given.load_in_8bit else None
     if bits is not None:
-        _quantise(model, bits, given.quantize_moe_experts)
+        # The weights of the decoder's linear layers as they are stored, and the largest one once as it is used.
+        head = model.get_output_embeddings()
+        found = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not head]
+        found += [weight for weight in model.parameters() if given.quantize_moe_experts and weight.dim() == 3]
+        saved = sum(weight.nbytes - int(weight.numel() * _BITS[bits]) for weight in found)
+        ledger.add(max(weight.nbytes for weight in found) - saved, 0)
     parameters = model.num_parameters()
     return attach_adapter(model, config), parameters
 
 
-def _quantise(model: Any, bits: int, experts: bool) -> None:
-    """Count the weights of the decoder's linear layers as they are stored, and the largest one once as it is used."""
-    from ebft.tools.doctor.fake import ledger
-
-    head = model.get_output_embeddings()
-    found = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    found += [weight for weight in model.parameters() if experts and weight.dim() == 3]
-    saved = sum(weight.nbytes - int(weight.numel() * _BITS[bits]) for weight in found)
-    ledger.add(max(weight.nbytes for weight in found) - saved, 0)
-
-
-class _Step(TrainerCallback):
-    """Makes the optimizer's states before the step, since later steps have them, and measures the update."""
+class _Step(OptimizerPhase):
+    """Also makes the optimizer's states before the step, since later steps have them: `share` of their bytes."""
 
     def __init__(self, ledger: Any, share: float) -> None:
-        self._ledger, self._share, self.weights, self.states = ledger, share, 0, 0
-        self._phase = ledger.phase("optimizer")
+        super().__init__(ledger)
+        self._share = share
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any):
-        self.weights = self._ledger.held[0] - self._ledger.base[0]
-        trained = [weight for group in optimizer.param_groups for weight in group["params"]]
-        for weight in trained:
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        before = self.phases.held[0]
+        for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:
             weight.grad = torch.zeros_like(weight)
-        with self._ledger.paused():
+        with self.phases.paused():
             (optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer).step()
             optimizer.zero_grad()
         gc.collect()
-        states = self._ledger.held[0] - self._ledger.base[0] - self.weights
-        self.states = int(states * self._share)
-        self._ledger.add(self.states - states, 0)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._phase.__enter__()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._phase.__exit__(None, None, None)
-        self._phase = self._ledger.phase("optimizer")
+        states = self.phases.held[0] - before
+        self.phases.add(int(states * self._share) - states, 0)
 
 
 class _Server:
@@ -276,8 +254,6 @@ def full_rows(config: RunConfig, tokenizer: Any) -> Dataset:
 
 def _for_device(config: RunConfig, folder: str) -> RunConfig:
     """The config with what the device decides in its place, and without what needs values or other processes."""
-    from ebft.tools.doctor.run import without_output
-
     changes: dict[str, Any] = {
         **dict.fromkeys(("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")),
         **dict.fromkeys(("load_in_4bit", "load_in_8bit", "torch_compile"), False),

@@ -11,16 +11,16 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import get_token
 from transformers import TrainerCallback
 
 from ebft.catalog import base_name, is_gguf
 from ebft.config.keys.run import BudgetSection
-from ebft.errors import ConfigError
 from ebft.machine import free_disk, gib, peak_resident
 from ebft.models.load import find_base_model, load_model, load_model_config, quantisation_config, usable_attention
 from ebft.models.tokenizer import load_tokenizer
@@ -69,7 +69,9 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     of_run = lambda found: str(found.resumable or found.newest or "a new run")
     yield from _attempt("checkpoint", find_checkpoints, config, ok=of_run)
     if config.hub_model_id:
-        yield from _attempt("hub", _check_login, config, ok="logged in")
+        has_token = get_token() is not None  # the repository is created when training starts
+        text = "logged in" if has_token else f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`"
+        yield Check("ok" if has_token else "error", "hub", text)
     free, existing = free_disk(config.output_dir)
     writable = f"{config.output_dir} is writable, {gib(free)} free"
     yield from _attempt("output_dir", make_output_dir, existing, ok=writable)
@@ -77,21 +79,20 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         what, done = ("step", "run") if step else ("memory", "estimated")
         yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
         return
-    memory = Attempt("memory", _estimated, config, model.result[1], data.result.longest)
-    needed, exceeded = memory.result, False
-    if memory.failed:
+    memory, exceeded = Attempt("memory", needs, config, model.result[1], data.result.longest), False
+    if memory.failed:  # its configuration lacks what the estimate reads
         yield Check("warning", "memory", f"cannot be estimated for this model: {memory.checks[-1].message}")
     else:
-        for check in memory_checks(needed):
+        for check in memory_checks(memory.result):
             yield check
             exceeded = exceeded or check.level == "error"
-        yield disk_check(config, needed.of(config), data.result.count or 0)
+        yield disk_check(config, memory.result.now, data.result.count or 0)
     if not step:
         return
     if exceeded or any(part.failed for part in needed_for_step):
         yield Check("warning", "step", "not run, because of the errors above")
         return
-    yield from _step_checks(config, tokenizer.result, data.result, needed)
+    yield from _step_checks(config, tokenizer.result, data.result, memory.result)
 
 
 def _attempt(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Generator[Check, None, Attempt]:
@@ -147,12 +148,6 @@ def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
     return _Data(count, len(evaluation or ()), longest, of_rows.described(config, longest), counts)
 
 
-def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
-    found = needs(config, model_config, rows)
-    found.of(config)  # raises for models whose configuration lacks what the estimate reads
-    return found
-
-
 def _check_server(config: RunConfig) -> str:
     """Check that the server answers, or that there is an interpreter to start one with."""
     if config.manages_server:
@@ -168,14 +163,6 @@ def _check_server(config: RunConfig) -> str:
     return f"{client.address} serves {served.get('root') or served['id']}"
 
 
-def _check_login(config: RunConfig) -> None:
-    """Check that there is a token; the repository is created when training starts."""
-    from huggingface_hub import get_token
-
-    if get_token() is None:
-        raise ConfigError(f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`, or remove it.")
-
-
 def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs | None) -> Iterator[Check]:
     say(f"Training for a step on the longest rows ({data.length}), on a CPU for minutes; see --no-step ...", err=True)
     memory = PhaseMemory()
@@ -185,7 +172,7 @@ def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs |
         *others, error = attempt.checks
         hint = ""
         if "memory" in error.message.lower() and needed is not None:
-            phase = memory.failed_in or needed.of(config).peak
+            phase = memory.failed_in or needed.now.peak
             hint = f" It ran out of memory in {phase}.{advice(needed, phase)}"
         yield from [*others, Check("error", "step", error.message + hint)]
         return
@@ -235,8 +222,8 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
     """Load the model, train for one step on `rows`, and measure the peak memory of its phases with `memory`. Returns
     the bytes of optimizer state on the device of the model, which later steps have from their start. Raises the errors
     of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice."""
-    memory.begin("before loading")  # Python, libraries and data
-    memory.end()
+    with memory.phase("before loading"):  # Python, libraries and data
+        pass
     with tempfile.TemporaryDirectory(prefix="ebft-doctor-") as folder:
         config = without_output(config, folder)
         settings = config.server_settings if config.manages_server else None
@@ -252,7 +239,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             for name, method in config.method.phases.items():
                 setattr(trainer, method, memory.phase(name)(getattr(trainer, method)))
             trainer.remove_callback(ConsoleMetrics)
-            trainer.add_callback(_OptimizerPhase(memory))
+            trainer.add_callback(OptimizerPhase(memory))
             rehearse(config, trainer)
             with memory.phase("loss and backward"):
                 trainer.train()
@@ -277,23 +264,23 @@ def without_output(config: RunConfig, folder: str) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-class _OptimizerPhase(TrainerCallback):
-    """Measures the update of the weights as a phase, and the seconds of the step."""
+class OptimizerPhase(TrainerCallback):
+    """Measures the update of the weights as a phase of `phases`, and the seconds of the step."""
 
-    def __init__(self, memory: PhaseMemory) -> None:
-        self.memory = memory
+    def __init__(self, phases: Any) -> None:
+        self.phases, self._update = phases, ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.memory.seconds = time.perf_counter() - self._began
+        self.phases.seconds = time.perf_counter() - self._began
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.memory.begin("optimizer")
+        self._update.enter_context(self.phases.phase("optimizer"))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.memory.end()
+        self._update.close()
 
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -319,23 +306,17 @@ class PhaseMemory:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block, or each call of a decorated function, as a phase; repeated ones report their maximum."""
-        self.begin(name)
+        self._record()
+        self.peaks.setdefault(name, 0)
+        self._active.append(name)
         try:
             yield
         except Exception:
             self.failed_in = self.failed_in or self._active[-1]
             raise
         finally:
-            self.end()
-
-    def begin(self, name: str) -> None:
-        self._record()
-        self.peaks.setdefault(name, 0)
-        self._active.append(name)
-
-    def end(self) -> None:
-        self._record()
-        self._active.pop()
+            self._record()
+            self._active.pop()
 
     def _record(self) -> None:
         """Add the peak since the last call to the innermost active phase."""
