@@ -34,7 +34,7 @@ def merge_lora(
     overrides: shared.Overrides = None,
     output: Annotated[
         Path | None,
-        option("DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter.", names=OUTPUT),
+        option("DIR", "Folder of the merged model. Default: the folder `merged` in the adapter.", names=OUTPUT),
     ] = None,
     max_shard_size: Annotated[
         str | None,
@@ -47,7 +47,7 @@ def merge_lora(
 ) -> None:
     """Merge a LoRA adapter into the weights of its base model.
 
-    The weights are read, merged and written one at a time, so the memory needed is that of the adapter and about twice
+    The weights are read, merged and written one at a time, so the memory needed is the adapter and about twice
     the largest weight. A merge that was interrupted continues with the next shard when the same command is run again.
 
     Examples:
@@ -279,14 +279,6 @@ LOG = "vllm.log"
 _IN_TRAINING = r".*no effect without (trl\.)?use_vllm: true"
 
 
-class Stopped(KeyboardInterrupt):
-    """The command was terminated by a signal, which determines its exit code."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__("The vLLM server was stopped.")
-        self.signal_number = signal_number
-
-
 class ServingCommand(ConfigCommand):
     """`ebft vllm-serve`, whose options are the keys of the server: `--port` is `vllm.port`."""
 
@@ -318,6 +310,7 @@ def vllm_serve(
         run_config = load_config(config, overrides or [])
     import torch  # slow, and not needed for help and config errors
 
+    from ebft.run.callbacks import TrainingInterrupted
     from ebft.run.checks import check_served
     from ebft.serving.command import find_interpreter, server_command
     from ebft.serving.server import DEFAULT_TIMEOUT, VLLMServer
@@ -327,7 +320,7 @@ def vllm_serve(
         check_served(run_config)
 
     def stop(number: int, _: Any) -> None:
-        raise Stopped(number)
+        raise TrainingInterrupted("The vLLM server was stopped.", number)
 
     with signal_handler((signal.SIGINT, signal.SIGTERM), stop):
         python = find_interpreter(run_config.vllm.python)

@@ -289,8 +289,7 @@ def _merging(config: RunConfig, folder: Path, typed: list[str]) -> list[list[str
     base = base_name(config.base_model, config.gguf_file)
     if not is_gguf(base):
         return [["merge-lora", str(folder)]]
-    converted = base[: -len(".gguf")]
-    return [["fetch", base, "--output", converted], ["merge-lora", str(folder), "--base-model", converted]]
+    return [["fetch", base], ["merge-lora", str(folder), "--base-model", str(Path(base).with_suffix(""))]]
 
 
 def leave_process_group() -> None:
@@ -302,7 +301,7 @@ def leave_process_group() -> None:
 
 
 DASHBOARD = "EBFT_TUI"  # environment variable; training that was started with its dashboard has it set to 0
-_OFF = ("0", "false", "no", "off")  # its values, and those of tui.enabled
+_OFF = ("0", "false", "no", "off")  # values of it and of tui.enabled
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 

@@ -196,9 +196,8 @@ def advice(needs: Needs | None, phase: str) -> str:
         return ""
     now, found, half = needs.now.during(phase), "", needs.rows.longest // 2
     options = [*changes(needs.config, needs.rows.step_tokens(needs.config).loss, torch.cuda.is_available())]
-    if needs.rows.fit(needs.config, half):
-        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
-        options.append((f"{text} {CHANGES_TRAINING}", {"sequence_len": half}))
+    text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
+    options.append((f"{text} {CHANGES_TRAINING}", {"sequence_len": half}))
     for text, values in options:
         trained = 0 if "adapter" in values and needs.config.adapter is None else None
         saved = now - needs.of(changed(needs.config, values), trained).during(phase)

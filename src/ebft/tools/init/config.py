@@ -105,9 +105,7 @@ def _read(
     """The datasets, the shapes of their rows, and the methods that train on all rows. Raises DataError."""
     sources, shapes = [], []
     for number, path in enumerate(data):
-        entries = given["datasets"]
-        own = entries[number] if isinstance(entries, list) and number < len(entries) else None
-        entry: dict[str, Any] = {"path": path, **(own if isinstance(own, dict) else {})}
+        entry: dict[str, Any] = {"path": path, **given["datasets"][number]}
         with doing(f"reading datasets.{number} ({path})"):
             parsed = DatasetEntry.model_validate({"type": "completion", **entry})
         rows = read_source(parsed)
@@ -210,11 +208,6 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
             found[key] = {**value, **found.get(key, {})} if isinstance(value, dict) else value
     if method in ("grpo", "gdpo"):
         found["trl"] = {key: value for key, value in found["trl"].items() if not key.startswith("reward_")}
-        if "reward_funcs" not in (given.get("trl") or {}):
-            raise ConfigError(
-                f"--method {method} needs a function that scores completions: add "
-                "'trl.reward_funcs=[module.function]', the name of your function in a file module.py."
-            )
     if "adapter" in given and given["adapter"] is None:  # all weights
         found = {key: value for key, value in found.items() if key != "adapter" and not key.startswith("lora_")}
         found |= {"learning_rate": found["learning_rate"] / 10, "torch_dtype": "float32"}

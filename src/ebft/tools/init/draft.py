@@ -41,6 +41,7 @@ _LONGEST = 4096  # tokens of a row, unless it is set
 WINDOW = 1024  # tokens of a window of text
 _UNLIMITED = 2**20  # tokens
 _CHARACTERS = 3  # of a token, where there is no tokenizer
+_ROLLOUTS = ("n_samples_per_prompt", "generate_max_len", "max_completion_length")  # keys that are not lowered
 _ROOM = 0.7  # of the free memory: activations are estimated roughly
 
 
@@ -175,16 +176,20 @@ def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_co
     """Change what lowers the memory of a step until it fits, first what leaves the step the same."""
     try:
         needed = needs(config, model_config, rows)
-        estimate = needed.of(config)
     except (ValueError, RuntimeError, AttributeError) as error:
         found.notes.append(f"Memory: cannot be estimated for this model ({shortened(str(error))})")
         return
+    estimate = needed.now
     free, where = available_memory(estimate.placed_on)
     if free is None:
         return
     while estimate.total > _ROOM * free:
-        change = next(_lowering(needed, config, given), None)
-        if change is None:
+        for _, change in changes(config, rows.step_tokens(config).loss, torch.cuda.is_available()):
+            is_given = {key.partition(".")[0] for key in change} & given.keys()
+            is_other = "adapter" in change and config.adapter is None or any(key.endswith(_ROLLOUTS) for key in change)
+            if not (is_given or is_other) and needed.of(changed(config, change)).total < estimate.total:
+                break
+        else:
             break
         config = changed(config, change)
         estimate = needed.of(config)
@@ -194,21 +199,6 @@ def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_co
             found.comments[key] = f"for the memory of {where}"
     fits = "" if estimate.total <= _ROOM * free else ", which may not be enough: `ebft doctor` says what lowers it"
     found.notes.append(f"Memory: about {gib(estimate.total)} of {gib(free)} that are free on {where}{fits}")
-
-
-def _lowering(needed: Any, config: RunConfig, given: dict[str, Any]) -> Any:
-    """Changes of keys that are not given and that lower the memory of a step, without what changes the rollouts."""
-    tokens = needed.rows.step_tokens(config).loss
-    now = needed.of(config).total
-    for _, change in changes(config, tokens, torch.cuda.is_available()):
-        sections = {key.partition(".")[0] for key in change}
-        samples = any(
-            key.endswith(("n_samples_per_prompt", "generate_max_len", "max_completion_length")) for key in change
-        )
-        if sections & given.keys() or samples or "adapter" in change and config.adapter is None:
-            continue
-        if needed.of(changed(config, change)).total < now:
-            yield change
 
 
 _WIDTH = 118

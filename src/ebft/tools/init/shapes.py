@@ -58,13 +58,7 @@ def shape_of(rows: Dataset, source: str, chat_template: str | None) -> Shape:
         left = [name for name in columns if name not in found.reads] if found.reads else []
         more = f"; not read: {shortened(', '.join(left))}" if left else ""
         return found._replace(words=f"{found.words}{more}")
-    names = {bool: "true or false", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
-    names |= {type(None): "empty"}
-    kinds = {
-        name: "messages" if _messages(value) else names.get(type(value), type(value).__name__)
-        for name, value in columns.items()
-    }
-    seen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+    seen = ", ".join(f"{name} ({type(value).__name__})" for name, value in columns.items())
     names = " or ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS[:4])
     raise DataError(
         f"{source}: the columns {shortened(seen)} are of no known shape. Needed are: text; a prompt and a completion "
