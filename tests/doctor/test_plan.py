@@ -17,7 +17,8 @@ from ebft.errors import ModelError
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import arranged, run_rows
-from ebft.tools.doctor import fit, known
+from ebft.tools.doctor import known
+from ebft.tools.doctor import plan as planning
 from ebft.tools.doctor.memory import changed
 from ebft.tools.doctor.plan import BEFORE, STEP, Planner, Request, StepPlan, Use
 from tests.doctor.test_doctor import doctor, ebft
@@ -127,7 +128,7 @@ def test_adapters_are_folded_where_the_memory_of_the_card_allows(planner, tmp_pa
     """The weights of adapted layers are in memory twice while rollouts are sampled in float32, not in bfloat16."""
     config = config_of("strided LoRA", tmp_path, sequence_len=32, micro_batch_size=1, bf16=False)
     model_config, card = load_model_config(config), known.CARDS["h100"]
-    requests = [fit._request(config, model_config, each) for each in (card, replace(card, memory=0.01))]
+    requests = [planning._request(config, model_config, each) for each in (card, replace(card, memory=0.01))]
     folded, plain = (planner(request).phases["rollouts"] for request in requests)
     assert folded.kernels < plain.kernels
     layers = model_config.num_hidden_layers
@@ -136,7 +137,8 @@ def test_adapters_are_folded_where_the_memory_of_the_card_allows(planner, tmp_pa
     weights = 4 * layers * (attention + 3 * width * inner)
     assert folded.peak - plain.peak == pytest.approx(weights, rel=0.1)
     rounded = config.model_copy(update={"bf16": True})
-    assert fit._request(rounded, model_config, card) == fit._request(rounded, model_config, replace(card, memory=24))
+    same = [planning._request(rounded, model_config, each) for each in (card, replace(card, memory=24))]
+    assert same[0] == same[1]
 
 
 def write_config(folder, **keys):
@@ -191,8 +193,9 @@ def plan_of(total, **keys):
 def test_a_step_that_leaves_little_of_the_room_is_a_warning(tmp_path, total, level):
     """As without a card: more than 90% of the room may not fit with fragments or other rows."""
     config = config_of("SFT", tmp_path)
-    with patch.object(fit, "plan_on", return_value=plan_of(int(total * 78.1 * 2**30))), patch.object(fit, "Planner"):
-        found = {check.name: check for check in fit.planned(config, "h100", known.CARDS["h100"])}
+    with patch.object(planning, "Planner") as planner:
+        planner.return_value.__enter__.return_value.return_value = plan_of(int(total * 78.1 * 2**30))
+        found = {check.name: check for check in planning.planned(config, "h100", known.CARDS["h100"])}
     assert found["memory"].level == level and ("tight" in found["memory"].message) == (level == "warning")
 
 
@@ -215,14 +218,14 @@ def test_known_shapes_have_the_weights_of_the_published_models(name, count):
 
 def test_shapes_of_models_that_cannot_be_reached(tmp_path, ebft):
     config = config_of("SFT", tmp_path).model_copy(update={"base_model": "meta-llama/Llama-3.2-1B-Instruct"})
-    found, source = fit.model_config_of(config)
+    found, source = planning.model_config_of(config)
     assert (found.hidden_size, found.num_hidden_layers) == (2048, 16) and "known shape" in source
     with pytest.raises(ModelError, match=r"whose shape is known: .*Qwen/Qwen3-4B"):
-        fit.model_config_of(config.model_copy(update={"base_model": "nobody/has-this"}))
+        planning.model_config_of(config.model_copy(update={"base_model": "nobody/has-this"}))
     path = write_config(tmp_path, base_model="nobody/has-this")
     result = ebft("doctor", path, "--for", "h100")
     assert result.exit_code == 1 and "1 errors, 0 warnings" in result.stdout
     (tmp_path / "base" / "config.json").write_text("{")
-    [error] = fit.planned(config.model_copy(update={"base_model": str(tmp_path / "base")}), "h", None)
+    [error] = planning.planned(config.model_copy(update={"base_model": str(tmp_path / "base")}), "h", None)
     assert error.level == "error" and "config.json" in error.message and "To plan without" not in error.message
     assert "add it, as in" in ebft("doctor", "--for", "h100").stderr

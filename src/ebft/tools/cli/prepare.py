@@ -91,7 +91,7 @@ def doctor(
         show(loaded.checks)
         if planned_on is not None and not levels["error"]:
             say_loading()
-            from ebft.tools.doctor.fit import planned  # imports torch
+            from ebft.tools.doctor.plan import planned  # imports torch
 
             show(planned(loaded.result, *planned_on))
         elif not levels["error"]:

@@ -1,4 +1,4 @@
-"""`ebft train CONFIG [key=value ...]`, its sweeps, and its dashboard, which `ebft tui FOLDER` shows, too."""
+"""`ebft init [DATA]...`, which writes a config; `ebft train`, its sweeps, and its dashboard, also of `ebft tui`."""
 
 import os
 import shlex
@@ -8,30 +8,136 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ebft.catalog import base_name, is_gguf
-from ebft.config.load import read_values
+from ebft.catalog import MODELS, base_name, is_gguf
+from ebft.config.load import apply_overrides, read_values
 from ebft.errors import ConfigError, RunError, warn
+from ebft.methods import named_methods
 from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
-from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, option
-from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
+from ebft.tools.cli import arguments as shared
+from ebft.tools.cli.arguments import argument, option
 from ebft.tools.console import polite, say_loading
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
 
+if TYPE_CHECKING:
+    from ebft.methods.method import Method
+
+MODEL_HELP = "Base model: a folder, a Hub id, or a model of `ebft fetch`."
+DATA_HELP = "Training data: a file, a folder or a Hub id."
+CONFIG = "train.yaml"  # of a run without a config, in its output_dir
+_OF_ONE_START = ("resume_from_checkpoint", "auto_resume_from_checkpoints")  # overrides that are not written
+ModelOption = Annotated[str | None, option("MODEL", MODEL_HELP, complete=shared.complete_model)]
+METHOD_HELP = f"How to train: {', '.join(named_methods())}. Default: the first of these that fits the rows."
+MethodOption = Annotated[Literal[tuple(named_methods())] | None, option("NAME", METHOD_HELP)]
 PANEL = "Several processes"
 _PASSED_ON = "ebft.options_for_the_launcher"  # in the context of the command
 _launch_option = partial(option, rich_help_panel=PANEL)
 
 
-class LaunchingCommand(ConfigCommand):
+@polite
+def init(
+    words: Annotated[
+        list[str] | None,
+        argument(
+            "[DATA]... [KEY=VALUE]...",
+            f"{DATA_HELP} Values that override the proposed ones are written as in `ebft train`.",
+            complete=shared.complete_word,
+        ),
+    ] = None,
+    model: ModelOption = None,
+    method: MethodOption = None,
+    output: Annotated[Path, option("FILE", "The file to write. Default: run.yaml.")] = Path("run.yaml"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a config for your data and model.
+
+    The columns of the data determine which methods fit: texts, prompts with completions, chats, preference pairs,
+    labelled completions or labelled steps. Lengths are measured on a sample of the rows, and batches are chosen for the
+    memory of this machine. The config evaluates on held-out rows, saves checkpoints and keeps the best one. In a
+    terminal, init asks for what is not given.
+
+    Examples:
+
+    ebft init my_rows.jsonl --model smollm2-135m
+
+    ebft init texts/ --model Qwen/Qwen2.5-0.5B --method sft --output sft.yaml
+
+    ebft init pairs.parquet --model my/model learning_rate=1e-5
+    """
+    # A path may contain `=` if it exists.
+    overrides = [word for word in words or [] if "=" in word and not Path(word).exists()]
+    data = [word for word in words or [] if word not in overrides]
+    apply_overrides({"datasets": [{} for _ in data]}, overrides)  # raises
+    asks = sys.stdin.isatty() and sys.stdout.isatty()
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{output} exists. Choose another file with --output, or replace it with --overwrite.")
+    if not data:
+        data = [_asked(asks, "DATA", "Training data (a file, a folder or a Hub id)")]
+    model = model or _asked(asks, "--model", f"Base model (a folder, a Hub id, or {', '.join(MODELS)})")
+    command = ["ebft", "init", *data, "--model", model, *(["--method", method] if method else []), *overrides]
+    say("Looking at the model and the data ...", err=True)
+    from ebft.tools.init.config import draft  # imports torch, as the next one
+    from ebft.tools.init.draft import render, write
+
+    found = draft(data, model, method, overrides, _choose if asks else None)
+    write(output, render(found, command))
+    say("\n".join([*found.notes, f"Written to {output}. Next:"]))
+    for name in ("doctor", "train"):
+        say(f"  {shlex.join(['ebft', name, str(output)])}")
+
+
+def config_of_data(
+    model: str | None, data: Sequence[str], method: str | None, overrides: Sequence[str]
+) -> tuple[Path, list[str]]:
+    """The config of `ebft train` without a file, in its output_dir, and the overrides that are not in it. The config
+    that the same command wrote before is used again. Raises ConfigError if another one is there."""
+    for name, value in (("--model", model), ("--data", data)):
+        if not value:
+            raise ConfigError(f"{name} is missing: training without a config needs --model and --data.")
+    kept = [each for each in overrides if not each.startswith(_OF_ONE_START)]
+    options = [word for path in data for word in ("--data", path)]
+    command = ["ebft", "train", "--model", str(model), *options, *(["--method", method] if method else []), *kept]
+    say("Looking at the model and the data ...", err=True)
+    from ebft.tools.init.config import draft  # imports torch, as the next one
+    from ebft.tools.init.draft import render, write, written_by
+
+    found = draft(data, str(model), method, kept)
+    path = Path(found.values["output_dir"]).expanduser() / CONFIG
+    if not path.exists():
+        write(path, render(found, command))
+        say("\n".join([*found.notes, f"Config written to {path}"]), err=True)
+    elif written_by(command) not in path.read_text(encoding="utf-8").split("\n"):
+        raise ConfigError(
+            f"{path} is the config of a run with other options. Set another output_dir=FOLDER, or resume that run with "
+            f"`ebft train {path} auto_resume_from_checkpoints=true`, with what it changes, such as max_steps, after it."
+        )
+    return path, [each for each in overrides if each not in kept]
+
+
+def _asked(asks: bool, name: str, question: str) -> str:
+    """The answer of the user. Raises ConfigError if this is no terminal."""
+    if not asks:
+        raise ConfigError(f"{name} is missing: ebft init asks for it in a terminal only. {question}: add it.")
+    return typer.prompt(question).strip()
+
+
+def _choose(fitting: dict[str, "Method"], default: str) -> str:
+    """The method that the user selects among the methods that fit the rows."""
+    say("Methods that fit these rows:")
+    for name, method in fitting.items():
+        say(f"  {name:24}{method.name}")
+    return typer.prompt("Method", default=default).strip()
+
+
+class LaunchingCommand(shared.ConfigCommand):
     """A command whose words after -- are not arguments, but options for the launcher."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -90,7 +196,7 @@ def train(
     config: Annotated[
         Path | None, argument("[CONFIG]", "The YAML config file; not needed with --model and --data.")
     ] = None,
-    overrides: Overrides = None,
+    overrides: shared.Overrides = None,
     model: ModelOption = None,
     data: Annotated[list[str] | None, option("PATH", f"{DATA_HELP} Can be repeated.")] = None,
     method: MethodOption = None,
@@ -276,20 +382,17 @@ def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:
     commands = [["show", str(folder)]] if rollout_files(folder) else []
     if config.method.generates_text:
         commands.append(["inference", str(folder)])
-        commands += _merging(config, folder, typed) if config.adapter is not None else []
+        base = base_name(config.base_model, config.gguf_file)
+        if config.adapter is not None and (config.load_in_4bit or config.load_in_8bit):
+            commands.append(["merge-lora", *typed])
+        elif config.adapter is not None and is_gguf(base):  # its weights are converted first
+            commands.append(["fetch", base])
+            commands.append(["merge-lora", str(folder), "--base-model", str(Path(base).with_suffix(""))])
+        elif config.adapter is not None:
+            commands.append(["merge-lora", str(folder)])
     report = folder / REPORT
     following = "; ".join(shlex.join(["ebft", *command]) for command in commands)
     return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {following}"] if following else [])]
-
-
-def _merging(config: RunConfig, folder: Path, typed: list[str]) -> list[list[str]]:
-    """The commands that merge the adapter in `folder`; the weights of a GGUF file are converted first."""
-    if config.load_in_4bit or config.load_in_8bit:
-        return [["merge-lora", *typed]]
-    base = base_name(config.base_model, config.gguf_file)
-    if not is_gguf(base):
-        return [["merge-lora", str(folder)]]
-    return [["fetch", base], ["merge-lora", str(folder), "--base-model", str(Path(base).with_suffix(""))]]
 
 
 def leave_process_group() -> None:
@@ -307,7 +410,7 @@ _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and
 
 
 @polite
-def tui(folder: RunFolder) -> None:
+def tui(folder: shared.RunFolder) -> None:
     """Follow a run in a terminal dashboard, from the files in its output folder.
 
     The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does

@@ -220,3 +220,6 @@ class Attempt:
         self.checks = [*(Check("warning", name, text) for text in texts), *error]
         if not self.checks:
             self.checks.append(Check("ok", name, ok(self.result) if callable(ok) else ok))
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self.checks)

@@ -36,24 +36,13 @@ class Estimate:
     rollouts and features are rough; the rest follows from the weights."""
 
     phases: dict[str, dict[str, int]]
-    weights: int
     features: int  # a frozen copy of the model
     features_on: str | None  # its device; None: the model's
     gradients: int
-    optimizer: int
     checkpoint: int  # on disk
     parameters: int
     trained: int
     placed_on: str | None  # `auto` with a device_map over all GPUs; None: the device that trains
-
-    @property
-    def loaded(self) -> int:
-        """The weights, and their frozen copy if it is on the device of the model."""
-        return self.weights + (self.features if self.features_on is None else 0)
-
-    @property
-    def fixed(self) -> int:
-        return self.loaded + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
@@ -153,11 +142,9 @@ class Needs:
         }
         return Estimate(
             phases=phases,
-            weights=weights,
             features=weights if has_copy else 0,
             features_on=features_on,
             gradients=gradients,
-            optimizer=states,
             checkpoint=gradients + (0 if config.save_only_model else states),
             parameters=self.weights + (0 if is_full else trained),
             trained=trained,
@@ -267,8 +254,8 @@ def memory_checks(needs: Needs) -> Iterator[Check]:
     text += f"; {needed.trained:,} of {needed.parameters:,} weights are trained"
     text += f". {gib(free)} are free on {where}" if free is not None else ""
     text += ". Without weights and data, `--for CARD` or `--memory SIZE` runs the operations of a step instead"
-    if free is not None and needed.fixed > free:
-        phase = "trainer setup" if needed.loaded > free else "optimizer"
+    if free is not None and needed.during("optimizer") > free:
+        phase = "trainer setup" if needed.during("trainer setup") > free else "optimizer"
         yield Check("error", "memory", f"{text}.{advice(needs, phase)}")
     elif free is not None and needed.total > 0.9 * free:
         yield Check("warning", "memory", f"{text}.{advice(needs, needed.peak)}")

@@ -10,7 +10,7 @@ import gc
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,18 +45,18 @@ _SERVER_TIMEOUT = 5.0  # seconds
 
 def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     """Yield the checks of a valid config; `step` also loads the model and runs one training step."""
-    settings = yield from _attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}")
+    yield from (settings := Attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}"))
     devices = f"devices {', '.join(this_machine().devices)}"
-    machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
+    yield from (machine := Attempt("machine", check_machine, config, this_machine(), ok=devices))
     named = lambda used: f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
-    packages = yield from _attempt("packages of this config", _check_packages, config, ok=named)
+    yield from (packages := Attempt("packages of this config", _check_packages, config, ok=named))
     found = lambda: (find_base_model(config), load_model_config(config))
-    model = yield from _attempt("model", found, ok=lambda found: f"{found[0]} ({found[1].model_type})")
-    tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
+    yield from (model := Attempt("model", found, ok=lambda found: f"{found[0]} ({found[1].model_type})"))
+    yield from (tokenizer := Attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens"))
     data = None
     if not (tokenizer.failed or settings.failed):
         given = config, tokenizer.result, None if model.failed else model.result[1]
-        data = yield from _attempt("data", _load_data, *given, ok=_Data.described)
+        yield from (data := Attempt("data", _load_data, *given, ok=_Data.described))
         if not data.failed:
             yield from of_rows.sequence_len_checks(config, data.result.longest, data.result.counts)
             needed, count = of_rows.rows_per_step(config), data.result.count
@@ -65,16 +65,17 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
                 yield Check("warning", "step size", text)
     needed_for_step = [settings, machine, packages]
     if config.uses_server:
-        needed_for_step.append((yield from _attempt("server", _check_server, config, ok=str)))
+        yield from (server := Attempt("server", _check_server, config, ok=str))
+        needed_for_step.append(server)
     of_run = lambda found: str(found.resumable or found.newest or "a new run")
-    yield from _attempt("checkpoint", find_checkpoints, config, ok=of_run)
+    yield from Attempt("checkpoint", find_checkpoints, config, ok=of_run)
     if config.hub_model_id:
         has_token = get_token() is not None  # the repository is created when training starts
         text = "logged in" if has_token else f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`"
         yield Check("ok" if has_token else "error", "hub", text)
     free, existing = free_disk(config.output_dir)
     writable = f"{config.output_dir} is writable, {gib(free)} free"
-    yield from _attempt("output_dir", make_output_dir, existing, ok=writable)
+    yield from Attempt("output_dir", make_output_dir, existing, ok=writable)
     if model.failed or data is None or data.failed:
         what, done = ("step", "run") if step else ("memory", "estimated")
         yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
@@ -93,13 +94,6 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         yield Check("warning", "step", "not run, because of the errors above")
         return
     yield from _step_checks(config, tokenizer.result, data.result, memory.result)
-
-
-def _attempt(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Generator[Check, None, Attempt]:
-    """Yield the checks of an `Attempt`, and return it."""
-    found = Attempt(name, function, *args, **options)
-    yield from found.checks
-    return found
 
 
 def _check_packages(config: RunConfig) -> list[str]:
