@@ -203,6 +203,7 @@ def test_a_step_that_leaves_little_of_the_room_is_a_warning(tmp_path, total, lev
 def test_the_memory_of_a_card(given, size):
     """GB are 10^9 bytes, as vendors count, and GiB 2^30."""
     assert known.gpu_card(None, given)[1].memory == pytest.approx(size)
+    assert known.gpu_card("h100", given)[1] == replace(known.CARDS["h100"], memory=pytest.approx(size))
 
 
 @pytest.mark.parametrize("name, count", [

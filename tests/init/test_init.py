@@ -235,7 +235,7 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, 
 
 @pytest.mark.parametrize(("words", "texts"), [
     ("init", ["DATA is missing", "in a terminal only"]),
-    ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo does not train on these", "ebft, ebft-struct"]),
+    ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo: it does not train on these", "ebft, ebft-struct"]),
     ("init pairs.jsonl --model MODEL --output kept.yaml", ["kept.yaml exists", "--overwrite"]),
     ("train kept.yaml --data pairs.jsonl", ["kept.yaml and --model, --data or --method", "Remove one"]),
 ])  # fmt: skip

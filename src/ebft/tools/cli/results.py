@@ -73,14 +73,11 @@ def show(
     found = all_samples(folder, step)
     samples = take(found if as_json else without_repetitions(found), order, sort or REWARD, count)
     if not samples:
-        kept = list(all_samples(folder))
-        if not kept:
-            raise RunError(f"{folder} has no rollouts yet, or its files cannot be read.")
-        steps, terms = (
-            {each.step for each in kept},
-            ", ".join(dict.fromkeys(term for each in kept for term in each.terms)),
-        )
-        raise RunError(f"{folder} has no such rollout. It has steps {min(steps)} to {max(steps)}, and terms {terms}.")
+        why = "no rollouts yet, or its files cannot be read"
+        if kept := list(all_samples(folder)):
+            steps, terms = {each.step for each in kept}, dict.fromkeys(term for each in kept for term in each.terms)
+            why = f"no such rollout. It has steps {min(steps)} to {max(steps)}, and terms {', '.join(terms)}"
+        raise RunError(f"{folder} has {why}.")
     if as_json:
         # Without `copies`, since the list contains every copy of a completion.
         found = [{name: value for name, value in asdict(each).items() if name != "copies"} for each in samples]

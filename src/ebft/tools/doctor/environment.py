@@ -69,7 +69,7 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
         "system": {
             "os": platform.platform(),
             "cpus": os.cpu_count(),
-            "usable cpus": usable_cpus(),
+            "usable cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "processor": processor(),
             "memory (GiB)": _gib(memory_bytes()),
         },
@@ -103,11 +103,6 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
         for name in sorted(set(names))
         for value in [variables[name]]
     }
-
-
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:

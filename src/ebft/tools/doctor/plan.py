@@ -236,7 +236,7 @@ def _tokenizer(model_config: Any) -> PreTrainedTokenizerFast:
 
 
 def full_rows(config: RunConfig, tokenizer: Any) -> Dataset:
-    """Rows for one step, as long as `sequence_len` and the lengths of completions allow. Raises ModelError."""
+    """Rows for one step, as long as `sequence_len` and the lengths of completions allow."""
     length, half, trl = config.sequence_len, config.sequence_len // 2, config.trl
     rest = length - half
 
@@ -250,15 +250,13 @@ def full_rows(config: RunConfig, tokenizer: Any) -> Dataset:
     text = lambda count: tokenizer.decode(ids(count))
     rows: dict[str, Callable[[], dict[str, Any]]] = {
         "tokens": lambda: {"input_ids": (tokens := ids(length)), "labels": tokens, "prompt_length": 0},
+        "steps": lambda: {"input_ids": ids(length), "labels": [-100] * (length - 1) + [1]},
         "comparisons": lambda: {"chosen_ids": ids(length), "rejected_ids": ids(length)},
         "preferences": lambda: {"prompt_ids": ids(half), "chosen_ids": ids(rest), "rejected_ids": ids(rest)},
         "labelled": lambda: {"prompt_ids": ids(half), "completion_ids": ids(rest), "label": random.random() < 0.5},
         "prompts": lambda: {"prompt": text(max(1, length - 1 - reference)), "ground_truth": text(reference)},
     }
-    kind = config.method.rows
-    if kind not in rows:
-        raise ModelError(f"{config.method.name}: rows of {kind} cannot be made up. Plan it with its data: ebft doctor")
-    return Dataset.from_list([rows[kind]() for _ in range(rows_per_step(config))])
+    return Dataset.from_list([rows[config.method.rows]() for _ in range(rows_per_step(config))])
 
 
 def _for_device(config: RunConfig, folder: str) -> RunConfig:

@@ -179,16 +179,13 @@ def _method(
 ) -> str:
     """The method to use: the one that is wanted, if it can train on all rows and trains the model."""
     fitting = {name: method for name, method in fitting.items() if name not in refused}
-    if wanted in refused:
-        raise ModelError(f"--method {wanted}: {refused[wanted]}. Methods that fit: {', '.join(fitting)}.")
     if wanted is None:
         first = next(iter(fitting))
         wanted = first if choose is None or len(fitting) == 1 else choose(fitting, first)
-    if method_named(wanted) not in fitting.values():
-        words = "; ".join(dict.fromkeys(shape.words for shape in shapes))
-        raise ConfigError(
-            f"--method {wanted} does not train on these rows ({words}). Methods that do: {', '.join(fitting)}."
-        )
+    if wanted not in fitting:
+        of_rows = f"it does not train on these rows ({'; '.join(dict.fromkeys(shape.words for shape in shapes))})"
+        reason = refused.get(wanted, of_rows)
+        raise ConfigError(f"--method {wanted}: {reason}. Methods that fit: {', '.join(fitting)}.")
     return wanted
 
 

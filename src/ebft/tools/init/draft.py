@@ -81,26 +81,24 @@ def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
 
 def windows(sources: list[GivenDataset]) -> int:
     """About how many windows the texts are cut into, from a sample."""
-    found = 0
+    return sum(step * math.ceil(tokens / WINDOW) for step, tokens in _estimated(sources))
+
+
+def _estimated(sources: list[GivenDataset]) -> Iterator[tuple[int, float]]:
+    """The tokens of a sample of the rows, by their characters, each with the number of rows that it stands for."""
     for source in sources:
         step = max(1, len(source.rows) // _SAMPLE)
-        sample = source.rows.select(range(0, len(source.rows), step))
-        found += step * sum(math.ceil(_count(row) / _CHARACTERS / WINDOW) for row in sample)
-    return found
+        yield from ((step, _count(row) / _CHARACTERS) for row in source.rows.select(range(0, len(source.rows), step)))
 
 
 def fit_to_memory(
     found: Draft, given: dict[str, Any], sources: list[GivenDataset], is_text: bool, tokenizer: Any, model_config: Any
 ) -> None:
     """Set the length of rows, and what fits the memory, unless they are given. Raises ConfigError for wrong values."""
-    config = RunConfig.from_dict(copy.deepcopy(found.values))
     longest = None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
     limit = min(_LONGEST, longest or _LONGEST)
     if is_text or tokenizer is None:
-        rows, lengths = None, []  # estimated from characters
-        for source in sources:
-            step = max(1, len(source.rows) // _SAMPLE)
-            lengths += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
+        rows, lengths = None, [int(tokens) for _, tokens in _estimated(sources)]
     else:
         rows, lengths = _sampled(found, sources)
     if "sequence_len" not in given:
