@@ -1,7 +1,5 @@
 """Rows written out by hand: which tokens have labels, where the anchors are, what the references are."""
 
-import copy
-
 import pytest
 
 from ebft.anchors import BlockOptions
@@ -15,7 +13,6 @@ from ebft.methods.views import (
     StepView,
     StridedView,
     TokenTexts,
-    generation_prompt,
     one_line,
 )
 from tests.structured.conftest import make_chat_tokenizer
@@ -135,14 +132,6 @@ def test_the_roles_of_reward_rows(tokenizer):
     labels = [-100, -100, -100, 1, -100, 0, -100]
     [part] = StepView(tokenizer)({"input_ids": ids(tokenizer, "abc|d|e"), "labels": labels}).parts
     assert roles(part) == [("prompt and step 1", "abc|"), ("step 2", "d|"), ("after the last label", "e")]
-
-
-def test_the_generation_prompt_of_a_template(tokenizer):
-    line = 'Generation prompt of the chat template: "'
-    assert generation_prompt(tokenizer, None) == line + r'<|im_start|>assistant\n"'
-    thinking = copy.deepcopy(tokenizer)
-    thinking.chat_template = "{{ raise_exception('no') }}"
-    assert generation_prompt(thinking, {}) is None
 
 
 TALK = {

@@ -6,8 +6,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -327,7 +326,14 @@ def vllm_serve(
         started = server_command(run_config.server_settings, python, torch.cuda.device_count())
         server = VLLMServer(started, Path(run_config.output_dir) / LOG)
         try:
-            with server, _shown(server.log, verbose):
+            with ExitStack() as serving:
+                serving.enter_context(server)
+                if verbose:
+                    ended = threading.Event()
+                    thread = threading.Thread(target=server.log.follow, args=(sys.stderr, ended), daemon=True)
+                    thread.start()
+                    serving.callback(thread.join)
+                    serving.callback(ended.set)
                 say(f"Starting vLLM (log: {server.log.path})", err=True)
                 server.wait_until_healthy(run_config.trl.vllm_server_timeout or DEFAULT_TIMEOUT)
                 served = server.command
@@ -337,18 +343,3 @@ def vllm_serve(
         except ServerError as error:
             say_error(str(error))
             raise typer.Exit(FAILED) from None
-
-
-@contextmanager
-def _shown(log: Any, verbose: bool) -> Iterator[None]:
-    """Context manager that prints the log to stderr if `verbose`."""
-    ended = threading.Event()
-    thread = threading.Thread(target=log.follow, args=(sys.stderr, ended), daemon=True)
-    if verbose:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        if verbose:
-            thread.join()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,9 +26,6 @@ from ebft.tools.cli.arguments import argument, option
 from ebft.tools.console import polite, say_loading
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
-
-if TYPE_CHECKING:
-    from ebft.methods.method import Method
 
 MODEL_HELP = "Base model: a folder, a Hub id, or a model of `ebft fetch`."
 DATA_HELP = "Training data: a file, a folder or a Hub id."
@@ -76,18 +73,23 @@ def init(
     overrides = [word for word in words or [] if "=" in word and not Path(word).exists()]
     data = [word for word in words or [] if word not in overrides]
     apply_overrides({"datasets": [{} for _ in data]}, overrides)  # raises
-    asks = sys.stdin.isatty() and sys.stdout.isatty()
     if output.exists() and not overwrite:
         raise ConfigError(f"{output} exists. Choose another file with --output, or replace it with --overwrite.")
     if not data:
-        data = [_asked(asks, "DATA", "Training data (a file, a folder or a Hub id)")]
-    model = model or _asked(asks, "--model", f"Base model (a folder, a Hub id, or {', '.join(MODELS)})")
+        data = [_asked("DATA", "Training data (a file, a folder or a Hub id)")]
+    model = model or _asked("--model", f"Base model (a folder, a Hub id, or {', '.join(MODELS)})")
     command = ["ebft", "init", *data, "--model", model, *(["--method", method] if method else []), *overrides]
     say("Looking at the model and the data ...", err=True)
     from ebft.tools.init.config import draft  # imports torch, as the next one
     from ebft.tools.init.draft import render, write
 
-    found = draft(data, model, method, overrides, _choose if asks else None)
+    def choose(fitting: dict[str, Any], default: str) -> str:
+        say("Methods that fit these rows:")
+        for name, method in fitting.items():
+            say(f"  {name:24}{method.name}")
+        return typer.prompt("Method", default=default).strip()
+
+    found = draft(data, model, method, overrides, choose if is_terminal() else None)
     write(output, render(found, command))
     say("\n".join([*found.notes, f"Written to {output}. Next:"]))
     for name in ("doctor", "train"):
@@ -99,9 +101,8 @@ def config_of_data(
 ) -> tuple[Path, list[str]]:
     """The config of `ebft train` without a file, in its output_dir, and the overrides that are not in it. The config
     that the same command wrote before is used again. Raises ConfigError if another one is there."""
-    for name, value in (("--model", model), ("--data", data)):
-        if not value:
-            raise ConfigError(f"{name} is missing: training without a config needs --model and --data.")
+    if not (model and data):
+        raise ConfigError("Training without a config needs both --model and --data.")
     kept = [each for each in overrides if not each.startswith(_OF_ONE_START)]
     options = [word for path in data for word in ("--data", path)]
     command = ["ebft", "train", "--model", str(model), *options, *(["--method", method] if method else []), *kept]
@@ -122,19 +123,11 @@ def config_of_data(
     return path, [each for each in overrides if each not in kept]
 
 
-def _asked(asks: bool, name: str, question: str) -> str:
+def _asked(name: str, question: str) -> str:
     """The answer of the user. Raises ConfigError if this is no terminal."""
-    if not asks:
+    if not is_terminal():
         raise ConfigError(f"{name} is missing: ebft init asks for it in a terminal only. {question}: add it.")
     return typer.prompt(question).strip()
-
-
-def _choose(fitting: dict[str, "Method"], default: str) -> str:
-    """The method that the user selects among the methods that fit the rows."""
-    say("Methods that fit these rows:")
-    for name, method in fitting.items():
-        say(f"  {name:24}{method.name}")
-    return typer.prompt("Method", default=default).strip()
 
 
 class LaunchingCommand(shared.ConfigCommand):

@@ -16,7 +16,7 @@ from ebft.machine import available_memory, gib
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import spare_gpu, weights_dtype
 from ebft.run.config.schema import RunConfig
-from ebft.run.rehearsal import checkpoints_kept, disk_need, optimizer_bytes
+from ebft.run.rehearsal import optimizer_bytes
 from ebft.tools.doctor.environment import Check
 from ebft.tools.doctor.rows import LongestRows
 
@@ -270,8 +270,3 @@ def memory_checks(needs: Needs) -> Iterator[Check]:
             yield Check("error", "feature network", f"{text}. {remedy}")
         else:
             yield Check("ok", "feature network", text)
-
-
-def disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
-    problem, text = disk_need(config, needed.gradients, needed.checkpoint, checkpoints_kept(config, rows))
-    return Check("ok" if problem is None else "error", "disk", text if problem is None else problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 from ebft.anchors import BlockOptions, turn_anchors
@@ -63,6 +62,14 @@ class LongestRows:
     prompts: tuple[PromptLength, ...]
     longest: int  # tokens, for prompts with the completion
     longest_reference: int = 0  # of all rows of prompts
+
+    @property
+    def described(self) -> str:
+        """The length of the longest row in words."""
+        if not self.prompts:
+            return f"{self.longest:,} tokens"
+        prompt = self.prompts[0].prompt
+        return f"{self.longest:,} tokens (prompt {prompt:,}, completion up to {self.longest - prompt:,})"
 
     def step_tokens(self, config: RunConfig) -> StepTokens:
         """Return the tokens of a step with the settings of `config`, approximately."""
@@ -130,19 +137,6 @@ def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptL
     order = sorted(range(len(tokens)), key=lambda index: -tokens[index])[: rows_per_step(config)]
     prompts = tuple(lengths[index] for index in order) if of_prompts else ()
     return LongestRows(data.select(order), prompts, tokens[order[0]], reference)
-
-
-def first_of_stream(config: RunConfig, stream: Any) -> LongestRows:
-    """Return the first rows of a stream, where all rows have the same length."""
-    return LongestRows(list(islice(stream.rows(), rows_per_step(config))), (), config.sequence_len)
-
-
-def described(config: RunConfig, rows: LongestRows) -> str:
-    """Return the length of the longest row in words."""
-    if not rows.prompts:
-        return f"{rows.longest:,} tokens"
-    prompt = rows.prompts[0].prompt
-    return f"{rows.longest:,} tokens (prompt {prompt:,}, completion up to {rows.longest - prompt:,})"
 
 
 def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, int]) -> Iterator[Check]:

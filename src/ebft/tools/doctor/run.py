@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from ebft.printed import duration, say
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.config.schema import RunConfig
-from ebft.run.rehearsal import rehearse
+from ebft.run.rehearsal import checkpoints_kept, disk_need, rehearse
 from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments
 from ebft.run.training import arranged, make_output_dir, run_rows
@@ -37,7 +38,7 @@ from ebft.serving.command import find_interpreter
 from ebft.serving.server import await_ready, managed_server
 from ebft.tools.doctor import rows as of_rows
 from ebft.tools.doctor.environment import Attempt, Check
-from ebft.tools.doctor.memory import Needs, advice, disk_check, memory_checks, needs
+from ebft.tools.doctor.memory import Needs, advice, memory_checks, needs
 from ebft.tools.doctor.rows import LongestRows
 
 _SERVER_TIMEOUT = 5.0  # seconds
@@ -87,7 +88,9 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         for check in memory_checks(memory.result):
             yield check
             exceeded = exceeded or check.level == "error"
-        yield disk_check(config, memory.result.now, data.result.count or 0)
+        kept, now = checkpoints_kept(config, data.result.count or 0), memory.result.now
+        problem, text = disk_need(config, now.gradients, now.checkpoint, kept)
+        yield Check("ok" if problem is None else "error", "disk", problem or text)
     if not step:
         return
     if exceeded or any(part.failed for part in needed_for_step):
@@ -98,15 +101,11 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
 
 def _check_packages(config: RunConfig) -> list[str]:
     """Warn or raise for optional packages that the config needs; returns those that it uses."""
-    used = []
+    used = ["gguf"] if is_gguf(base_name(config.base_model, config.gguf_file)) else []
     if config.load_in_4bit or config.load_in_8bit:
         quantisation_config(config)
         used.append("bitsandbytes")
-    file = base_name(config.base_model, config.gguf_file)
-    if is_gguf(file):
-        used.append("gguf")
-    attention = usable_attention(config.attn_implementation)
-    if attention is not None:
+    if (attention := usable_attention(config.attn_implementation)) is not None:
         used.append(f"{attention} attention")
     used += [name for name in trackers(config) if name != "none"]
     if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is not None:
@@ -115,31 +114,30 @@ def _check_packages(config: RunConfig) -> list[str]:
 
 
 class _Data(NamedTuple):
-    """Numbers of training rows and of rows held out, the longest training rows in words, and rows by reason. The number
-    of training rows of a stream is None."""
+    """Numbers of training rows, None of a stream, and of rows held out, the longest ones, and rows by reason."""
 
     count: int | None
     held_out: int
     longest: LongestRows
-    length: str
     counts: dict[str, int]
 
     def described(self) -> str:
         held_out = f"{self.held_out:,} held out" if self.held_out else "no held-out data"
         if self.count is None:
-            return f"a stream, {held_out}; each row has {self.length}"
-        return f"{self.count:,} rows, {held_out}; the longest has {self.length}"
+            return f"a stream, {held_out}; each row has {self.longest.described}"
+        return f"{self.count:,} rows, {held_out}; the longest has {self.longest.described}"
 
 
 def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
     rows = run_rows(config, tokenizer)
     train, evaluation = arranged(config, rows, model_config)
     if config.streaming:  # all rows have the same length
-        count, longest, counts = None, of_rows.first_of_stream(config, train), {}
+        rows_of_step = list(islice(train.rows(), of_rows.rows_per_step(config)))
+        count, longest, counts = None, LongestRows(rows_of_step, (), config.sequence_len), {}
     else:
         longest = of_rows.longest_rows(config, train, of_rows.row_lengths(config, tokenizer, train))
         count, counts = len(train), rows.reports[0].counts
-    return _Data(count, len(evaluation or ()), longest, of_rows.described(config, longest), counts)
+    return _Data(count, len(evaluation or ()), longest, counts)
 
 
 def _check_server(config: RunConfig) -> str:
@@ -158,7 +156,10 @@ def _check_server(config: RunConfig) -> str:
 
 
 def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs | None) -> Iterator[Check]:
-    say(f"Training for a step on the longest rows ({data.length}), on a CPU for minutes; see --no-step ...", err=True)
+    say(
+        f"Training for a step on the longest rows ({data.longest.described}), on a CPU for minutes; see --no-step ...",
+        err=True,
+    )
     memory = PhaseMemory()
     given = config, tokenizer, data.longest.data, memory
     attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows")

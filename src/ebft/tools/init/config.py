@@ -42,7 +42,6 @@ _OF_THE_EXAMPLE = {
 # Methods whose examples are for long runs of large models, and the rate of others; docs/choosing.md has the ranges.
 _LOW_RATES = ("ebft", "ebft-structured", "grpo", "gdpo", "sdft")
 _OF_ADAPTERS = 1e-4, "the rate of SFT with adapters; 5e-6 to 1e-5 for long runs of models from 1B"
-# Proposed keys that others replace, if those are given.
 _HELD_OUT_SPLITS = ("validation", "test")
 _FEWEST = 20  # rows; a tenth is held out
 _MOST_HELD_OUT = 128
@@ -69,10 +68,7 @@ def draft(
     method = _method(method, fitting, refused, shapes, choose)
     found = Draft({"base_model": model} | _settings_of(method, given))
     _add_data(found, method, sources, shapes)
-    if note:
-        found.notes.append(note)
-    if missing:
-        found.notes.append(missing)
+    found.notes += filter(None, (note, missing))
     if any(shape.has_chats for shape in shapes) and tokenizer is not None and template is None:
         if any(shape.has_tools for shape in shapes) and "chat_template" not in given:
             raise ModelError(
@@ -194,12 +190,10 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
     name = _EXAMPLES.get(method, method.replace("-", "_"))
     values = read_values(examples_folder() / f"{name}.yaml")
     found = {key: value for key, value in values.items() if key not in _OF_THE_EXAMPLE}
-    for section in ("ebft", "trl"):
-        default = RunConfig.model_fields[section].get_default(call_default_factory=True)
-        always = found.get(section, {}).keys() if section == "trl" else {"n_samples_per_prompt"}
-        if section in found:
-            own = found[section].items()
-            found[section] = {key: value for key, value in own if key in always or value != getattr(default, key)}
+    if "ebft" in found:
+        default = RunConfig.model_fields["ebft"].get_default(call_default_factory=True)
+        is_kept = lambda key, value: key == "n_samples_per_prompt" or value != getattr(default, key)
+        found["ebft"] = {key: value for key, value in found["ebft"].items() if is_kept(key, value)}
     for key, value in named_methods()[method].items():
         if value is not None:
             found[key] = {**value, **found.get(key, {})} if isinstance(value, dict) else value
@@ -213,9 +207,8 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _add_data(found: Draft, method: str, sources: list[GivenDataset], shapes: list[Shape]) -> None:
     """The entries of the datasets, as the method reads them, and what they are."""
-    found.notes += [
-        f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in zip(sources, shapes)
-    ]
+    pairs = zip(sources, shapes)
+    found.notes += [f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in pairs]
     found.set("datasets", [], "; ".join(found.notes))
     found.notes.append(f"Method: {method} ({method_named(method).name})")
     found.comments |= {"rl": method_named(method).name, "ebft.mode": ""}
@@ -237,10 +230,7 @@ def _hold_out(found: Draft, given: dict[str, Any], sources: list[GivenDataset]) 
         return
     count = sum(len(source.rows) for source in sources)
     if count < _FEWEST:
-        found.notes.append(
-            f"No evaluation: {count} row{'s' * (count != 1)} of data, and at least {_FEWEST} are needed to hold some "
-            "out. Add rows, or set test_datasets."
-        )
+        found.notes.append(f"No evaluation: fewer than {_FEWEST} rows ({count}). Add rows, or set test_datasets.")
         found.set("val_set_size", 0, "too few rows to hold some out; test_datasets names others")
         return
     held = min(count // 10, _MOST_HELD_OUT)

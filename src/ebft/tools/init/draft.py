@@ -201,15 +201,12 @@ def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_co
 
 _WIDTH = 118
 _FIRST = ("Model", "Data", "Method", "Adapter")  # groups at the beginning of a file
-_HEADING = """\
-# Written by `{command}`.
-# Paths are relative to the folder in which ebft is started. `ebft config` describes all keys.
-"""
+_PATHS = "# Paths are relative to the folder in which ebft is started. `ebft config` describes all keys."
 
 
 def written_by(command: Sequence[str]) -> str:
     """The line of a file that says which command wrote it."""
-    return _heading(command).partition("\n")[0]
+    return f"# Written by `{_in_one_line(shlex.join(command))}`."
 
 
 def render(draft: Draft, command: Sequence[str]) -> str:
@@ -220,7 +217,7 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     comments |= {
         key: "" for key in ("base_model", "datasets.N.path", "test_datasets.N.path") if key not in draft.comments
     }
-    left, lines = dict(draft.values), [_heading(command)]
+    left, lines = dict(draft.values), [written_by(command), _PATHS, ""]
     titles = [*_FIRST, *(title for title in GROUPS if title not in _FIRST)]
     for title in titles:
         part = {key: left.pop(key) for key in GROUPS[title].model_fields if key in left}
@@ -230,10 +227,6 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     text = "\n".join(lines).rstrip() + "\n"
     check_runnable(RunConfig.from_dict(parse_yaml(text)), elsewhere=True)
     return text
-
-
-def _heading(command: Sequence[str]) -> str:
-    return _HEADING.format(command=_in_one_line(shlex.join(command)))
 
 
 def _in_one_line(text: str) -> str:
