@@ -236,7 +236,7 @@ def train(
         ),
     ] = None,
     num_machines: Annotated[
-        int | None, _launch_option("N", "Number of machines; the command runs on each of them. Default: 1.", min=1)
+        int | None, _launch_option("N", "Number of machines; the command runs on each machine. Default: 1.", min=1)
     ] = None,
     machine_rank: Annotated[
         int | None, _launch_option("R", "Number of this machine, from 0; each machine has another one.", min=0)
