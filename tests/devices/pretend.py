@@ -105,7 +105,7 @@ class Module(fake.Module):
     stream = staticmethod(lambda stream: stream)
 
 
-class Generator(fake.Generator):
+class Generator(fake.DeviceGenerator):
     of_device: weakref.WeakSet[Generator] = weakref.WeakSet()
 
     def __init__(self, device: Any = "cpu"):

@@ -211,9 +211,8 @@ def fetch(
         Path | None,
         option(
             "DIR",
-            "Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and a folder "
-            "of that name in the current folder for examples and deepspeed_configs; for a GGUF file, its path without "
-            ".gguf.",
+            "Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, a folder of that name "
+            "for examples and deepspeed_configs, the path without .gguf for a GGUF file.",
             names=(*OUTPUT, "--dest"),
         ),
     ] = None,

@@ -213,8 +213,7 @@ def preprocess(
         int | None,
         option(
             "N",
-            "Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
-            "is given.",
+            "Number of rows of training and of evaluation to show (default: 5); implies --debug without --html.",
             min=1,
             names=("--count", "--debug-num", "-n"),
         ),

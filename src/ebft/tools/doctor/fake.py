@@ -130,7 +130,7 @@ class Module:
         yield
 
 
-class Generator(torch.Generator):
+class DeviceGenerator(torch.Generator):
     """A generator of the device is one of the CPU."""
 
     def __new__(cls, device: Any = "cpu"):
@@ -161,7 +161,7 @@ def register() -> Any:
     library.impl("scaled_dot_product_attention", _attention, "PrivateUse1")
     for name in ("silu_backward", "_fused_rms_norm"):  # one kernel, not those that they consist of elsewhere
         library.impl(name, getattr(aten, name).default, "PrivateUse1")
-    _torch.Generator = Generator
+    _torch.Generator = DeviceGenerator
     _torch.utils.swap_tensors = _swap
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # of copied tensors
     PLAIN.add(FakeTensor)
