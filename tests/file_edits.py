@@ -28,10 +28,6 @@ def write(name: str, content: str | bytes | dict) -> Change:
     return change
 
 
-def remove(*names: str) -> Change:
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
 def cut(name: str, size: int) -> Change:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.ranks_imports"])
+OURS = ["ebft.preferences.trainers", "ebft.run.training", "ebft.sft.trainer", "ebft.strided", "ebft.structured"]
+_SERVER.set_forkserver_preload(["peft", "transformers.trainer", "trl", *OURS])
 _LIMIT = 300.0  # seconds
 _STACKS = signal.SIGUSR1
 

@@ -87,10 +87,3 @@ class Terminal:
 
 def ebft_command(*arguments):
     return [sys.executable, "-m", "ebft", *arguments]
-
-
-def in_terminal(arguments, environment=None):
-    """Run a command to its end; its output and exit status."""
-    terminal = Terminal(ebft_command(*arguments), environment)
-    status = terminal.end()
-    return terminal.output.decode(), status

@@ -129,9 +129,6 @@ def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
     turns = [{"messages": [*row["messages"], *row["messages"]]} for row in CHATS]
     long = [{"input": "one " * 25, "output": "two " * 5}] * 4
     for error, words, changes in (
-        (ConfigError, "num_generations: 3 does not divide 8", {"trl": {"num_generations": 3}}),
-        (ConfigError, "eval_batch_size: 3 is not a multiple", {"eval_batch_size": 3}),
-        (ConfigError, "'foo' is not supported", {"trl": {"generation_kwargs": {"foo": 1}}}),
         (ConfigError, "temperature cannot be set here", {"trl": {"generation_kwargs": {"temperature": 2.0}}}),
         (DataError, "training row 0 has several turns", {"rows": turns}),
         (DataError, "3 prompts are fewer than the 4", {"rows": TEXTS[:3]}),

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -84,11 +85,20 @@ def installed_modules() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
+@cache
 def imports_of_the_package() -> dict[str, Path]:
     """Each package that a file of ebft imports anywhere, with one such file."""
     files = sorted((ROOT / "src" / "ebft").rglob("*.py"))
-    found = {name: path for path in files for name in imported(path)}
+    found = {name: path for path in files for name in imported(ast.parse(path.read_text(encoding="utf-8")))}
     return {name: path for name, path in found.items() if name != "ebft" and name not in sys.stdlib_module_names}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The top-level names of the packages that a file imports, anywhere in it."""
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def test_every_package_that_is_imported_is_declared():
@@ -126,20 +136,6 @@ for found in pkgutil.walk_packages(ebft.__path__, "ebft."):
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def imported(path: Path) -> set[str]:
-    """The top-level names of the packages that a file imports, anywhere in it."""
-    return {module.partition(".")[0] for module, _ in imports(path.read_text(encoding="utf-8"))}
-
-
-@cache
-def imports(source: str) -> list[tuple[str, str]]:
-    """The module and the name ("" for a whole module) of each import, anywhere in a source."""
-    nodes = list(ast.walk(ast.parse(source)))
-    found = [(alias.name, "") for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    named = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    return found + [(node.module, alias.name) for node in named for alias in node.names]
-
-
 @pytest.mark.slow
 def test_strided_mode_and_plain_fine_tuning_need_no_trl():
     code = "import sys; sys.modules['trl'] = None; import ebft.run, ebft.sft.trainer, ebft.methods.strided"
@@ -153,15 +149,6 @@ def test_nothing_outside_methods_asks_which_method_it_is():
     assert len(files) > 100 and found == []
 
 
-PACKAGE = ROOT / "src" / "ebft"
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """The modules of the package, without `ebft.`, and packages with `.__init__`."""
-    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-
-
 def room_of(module: str) -> str:
     """The room of a module. Raises KeyError if it has none."""
     parts = module.split(".")
@@ -169,29 +156,21 @@ def room_of(module: str) -> str:
     return next((name for name in names if name in LEVELS), None) or LEVELS[module]
 
 
-def own_imports(source: str) -> set[str]:
-    """The modules of the package that a source imports, anywhere in it; a name of a package is that of its file."""
-    own = [(module.removeprefix("ebft").lstrip("."), name) for module, name in imports(source)
-           if module.partition(".")[0] == "ebft"]  # fmt: skip
-    candidates = [
-        [f"{module}.{name}", f"{module}.{name}.__init__", module, f"{module}.__init__"] for module, name in own
-    ]
-    return {next((name.lstrip(".") for name in names if name.lstrip(".") in modules()), "?") for names in candidates}
-
-
-def not_below(room: str, source: str) -> list[str]:
-    """The modules of the package that a source of `room` imports although they are not below it."""
-    return [name for name in own_imports(source) if room_of(name) != room and LEVELS[room_of(name)] >= LEVELS[room]]
+def own_imports() -> dict[str, set[str]]:
+    """The modules of the package that each module imports anywhere, also for type checking alone."""
+    script = runpy.run_path(str(ROOT / "docs" / "walk.py"))
+    files = {name: path.relative_to(ROOT / "src/ebft").with_suffix("") for name, path in script["modules"]().items()}
+    short = {name: ".".join(path.parts) for name, path in files.items()}
+    return {short[name]: {short[other] for other in others} for name, others in script["imports_of_files"]().items()}
 
 
 def test_rooms_import_from_those_below_alone():
-    for module, path in modules().items():
-        assert not_below(room_of(module), path.read_text(encoding="utf-8")) == [], path
+    for module, others in own_imports().items():
+        room = room_of(module)
+        above = [name for name in others if room_of(name) != room and LEVELS[room_of(name)] >= LEVELS[room]]
+        assert above == [], module
 
 
 def test_imports_have_no_circle():
     """Also those for type checking and those inside functions."""
-    sorter = TopologicalSorter(
-        {name: own_imports(path.read_text(encoding="utf-8")) for name, path in modules().items()}
-    )
-    sorter.prepare()  # raises CycleError, which names a circle
+    TopologicalSorter(own_imports()).prepare()  # raises CycleError, which names a circle

@@ -61,28 +61,23 @@ def test_duplicates_are_dropped_not_amplified():
     torch.testing.assert_close(diversity_rewards(whiten(same, x[1])[0]), torch.full((4,), 0.5), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "match"),
-    [
-        (partial(whiten, space="row"), (SAMPLES, REFERENCE), "space 'row'"),
-        (whiten, (SAMPLES * float("nan"), REFERENCE), "NaN"),
-        (whiten, (SAMPLES, torch.zeros(3)), "expected samples of shape"),
-        (whiten, (SAMPLES[:1], REFERENCE), "whitening .use_whitening. requires at least 2 samples"),
-        (compute_advantages, (torch.zeros(3), "ppo"), "invalid advantage_estimator 'ppo'"),
-        (compute_advantages, (torch.zeros(1), "rloo"), "at least 2 samples"),
-        (compute_advantages, (torch.zeros(1), "group_norm"), "at least 2 samples"),
-        (partial(compute_advantages, rloo_baseline="none"), (torch.zeros(3), "rloo"), "rloo_baseline"),
-        (unbiased_cfm_loss, (SAMPLES[:1], REFERENCE), "at least 2 samples"),
-    ],
-)
+@pytest.mark.parametrize(("function", "arguments", "match"), [
+    (partial(whiten, space="row"), (SAMPLES, REFERENCE), "space 'row'"),
+    (whiten, (SAMPLES * float("nan"), REFERENCE), "NaN"),
+    (whiten, (SAMPLES, torch.zeros(3)), "expected samples of shape"),
+    (whiten, (SAMPLES[:1], REFERENCE), "whitening .use_whitening. requires at least 2 samples"),
+    (compute_advantages, (torch.zeros(3), "ppo"), "invalid advantage_estimator 'ppo'"),
+    (compute_advantages, (torch.zeros(1), "rloo"), "at least 2 samples"),
+    (compute_advantages, (torch.zeros(1), "group_norm"), "at least 2 samples"),
+    (partial(compute_advantages, rloo_baseline="none"), (torch.zeros(3), "rloo"), "rloo_baseline"),
+    (unbiased_cfm_loss, (SAMPLES[:1], REFERENCE), "at least 2 samples"),
+])  # fmt: skip
 def test_what_is_refused(function, arguments, match):
     with pytest.raises(ValueError, match=match):
         function(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)]
-)
+@pytest.mark.parametrize("dtype, expected", [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)])
 def test_whitening_drops_what_is_below_the_rounding_errors_of_the_features(dtype, expected):
     """Samples 1 and 2 differ by less than bfloat16 resolves: noise in that direction must not change the rewards."""
     assert whitening_tolerance(dtype) == expected and whitening_tolerance(dtype, "sample") == 1e-5

@@ -119,6 +119,10 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
         words = shlex.split(command)[1:]
         done = ebft(*words, *(["--prompt", "question", "--max-new-tokens", "2"] if words[0] == "inference" else []))
         assert done.exit_code == 0, (command, done.stderr)
+    merged = ebft("merge-lora", run_file, *keys, "--output", tmp_path / "merged")
+    assert merged.exit_code == 0 and "1 shard," in merged.stdout and "Peak memory" in merged.stdout
+    again = ebft("merge-lora", run_file, *keys)
+    assert again.exit_code == 2 and "is not empty" in again.stderr
     command = said.partition("confidence intervals:\n  ")[2].splitlines()[0]
     assert command.startswith(f"ebft evaluate {run_file} adapter=lora")
     assert ebft(*shlex.split(command)[1:]).exit_code == 0

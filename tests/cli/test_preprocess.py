@@ -73,9 +73,3 @@ def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
     result = ebft("preprocess", run_file, *overrides, "--debug")
     assert result.exit_code == 0, result.output
     assert re.search(expected, plain(result.stdout))
-
-
-def test_an_error_is_one_message_and_leaves_no_rows(refused, run_file, tmp_path):
-    said, base = refused("preprocess", run_file, "val_set_size=9"), tmp_path / "last_run_prepared"
-    assert said.count("Error: ") == 1 and "leaves 0 usable documents for training" in said
-    assert not base.exists() or not [path for path in base.iterdir() if path.is_dir()]

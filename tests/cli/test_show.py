@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.dashboard.runs import append, log_line, prompt_entry, strided_entry, write_run
+from tests.terminal import Terminal, ebft_command
 
 
 @pytest.fixture
@@ -61,10 +62,9 @@ def test_the_choice_as_json(ebft, run):
 
 def test_the_pager_gets_the_rollouts(run):
     """In a terminal, with a pager that prints."""
-    from tests.terminal import in_terminal
-
-    output, status = in_terminal(["show", str(run), "--worst", "--interactive"], {"PAGER": "cat"})
-    assert status == 0 and "completion 0 of step 0" in output and output.count("advantage") == 18
+    terminal = Terminal(ebft_command("show", str(run), "--worst", "--interactive"), {"PAGER": "cat"})
+    assert terminal.end() == 0 and b"completion 0 of step 0" in terminal.output
+    assert terminal.output.count(b"advantage") == 18
 
 
 def test_a_report_is_written_for_any_run(ebft, refused, tmp_path):

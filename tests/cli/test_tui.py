@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from ebft.errors import RunError
+from ebft.errors import ConfigError, RunError
 from ebft.run_files import is_alive, read_run
 from ebft.tools.cli import training as tui
 from ebft.tools.dashboard.tui import Training
@@ -53,7 +53,7 @@ def test_what_has_no_dashboard(refused, run_file, tmp_path, monkeypatch):
         assert "requires a terminal" in refused(*command) and not (tmp_path / "out" / "train.log").exists()
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="--tui starts the processes itself"):
+    with pytest.raises(ConfigError, match="--tui starts the processes itself"):
         tui.train_with_dashboard([], tmp_path)
 
 

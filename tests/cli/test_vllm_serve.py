@@ -13,57 +13,41 @@ from tests.serving.processes import alive, free_port, pids_in
 
 SERVING = Path(__file__).parents[1] / "serving"
 RUN = """{base_model: nowhere/model, rl: ebft, trl: {use_vllm: true}, datasets: [{path: unused, type: completion}],
-adapter: lora, lora_r: 12, lora_alpha: 16, lora_target_linear: true}
+adapter: lora, lora_r: 12, lora_alpha: 16, lora_target_linear: true, output_dir: out}
 """
-
-
-@pytest.fixture
-def serve(tmp_path, monkeypatch):
-    """`serve("key=value", program="...")`: the command, with `program` where vLLM's server would be."""
-    started = []
-
-    def serve(*arguments, program=""):
-        package = tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
-        package.mkdir(parents=True)
-        for folder in (package, package.parent, package.parent.parent):
-            (folder / "__init__.py").touch()
-        (package / "api_server.py").write_text(program)
-        (tmp_path / "run.yaml").write_text(RUN)
-        path = os.pathsep.join((str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")))
-        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"NO_COLOR": "1", "TERM": "dumb"}
-        command = [sys.executable, "-m", "ebft", "vllm-serve", "run.yaml", f"vllm.port={free_port()}", *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
-        return started[-1]
-
-    yield serve
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def stand_in(pids, *options):
-    return f"""
+SERVER = """
 import sys
-sys.path.insert(0, {str(SERVING)!r})
+sys.path.insert(0, PATH)
 import stand_in
-sys.argv[1:1] = [{str(pids)!r}]
-sys.argv += {options!r}
+sys.argv[1:1] = [PIDS]
 stand_in.main()
 """
 
 
 @pytest.mark.slow
-def test_a_signal_ends_everything(serve, tmp_path):
-    pids = tmp_path / "pids"
-    process = serve("output_dir=out", program=stand_in(pids))
-    said = r"vLLM is serving nowhere/model at http://127\.0\.0\.1:\d+ \(LoRA up to rank 16\)\. Press Ctrl-C .*\n"
-    assert re.fullmatch(said, process.stdout.readline())
-    started = pids_in(pids)
-    assert len(alive(started)) == 2
-    process.send_signal(signal.SIGTERM)
-    rest, errors = process.communicate(timeout=30)
+def test_a_signal_ends_everything(tmp_path):
+    """A stand-in is where vLLM's server would be."""
+    pids, package = tmp_path / "pids", tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    program = SERVER.replace("PATH", repr(str(SERVING))).replace("PIDS", repr(str(pids)))
+    (package / "api_server.py").write_text(program)
+    (tmp_path / "run.yaml").write_text(RUN)
+    path = os.pathsep.join((str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-m", "ebft", "vllm-serve", "run.yaml", f"vllm.port={free_port()}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
+    try:
+        said = r"vLLM is serving nowhere/model at http://127\.0\.0\.1:\d+ \(LoRA up to rank 16\)\. Press Ctrl-C .*\n"
+        assert re.fullmatch(said, process.stdout.readline())
+        started = pids_in(pids)
+        assert len(alive(started)) == 2
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert rest == "" and "The vLLM server was stopped." in errors and "Traceback" not in errors
     assert alive(started) == []

@@ -154,72 +154,48 @@ def of_two_in_three(completions: list[Any], **columns: Any) -> list[float]:
     return [float(number % 4) if number // 4 % 3 else 0.0 for number in range(len(completions))]
 
 
-CASES = {
-    "strided_lora": Case("strided_lora", most_waits=5),
+RESUMED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+WAITS = {"strided_lora": 5, "strided_packed": 4, "structured_single_turn": 54, "structured_cross_entropy": 55,
+         "grpo": 56, "sft": 12, "dpo": 37, "reward_model": 10, "process_reward_model": 6}  # fmt: skip
+CASES = {name: Case(name, most_waits=waits) for name, waits in WAITS.items()} | {
     "strided_full": Case("strided_full", on_device={"ebft.feature_device": "pretend:1"}, most_waits=5),
     "strided_single_pass": Case(  # of which each level of the tree of rollouts is waited for
-        "strided_lora", AS_ON_GPU | {"ebft.single_pass": True, "ebft.merge_rollouts": True}, most_waits=30
-    ),
-    "strided_packed": Case("strided_packed", most_waits=4),
+        "strided_lora", AS_ON_GPU | {"ebft.single_pass": True, "ebft.merge_rollouts": True}, most_waits=30),
     "strided_accumulation": Case("strided_accumulation", {"ebft.rollout_tokens_per_pass": 64}, most_waits=7),
     "strided_dropout": Case("strided_lora", {"lora_dropout": 0.1, "ebft.disable_dropout": False}, most_waits=5),
-    "strided_resumed": Case("strided_lora", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=5),
-    "structured_single_turn": Case("structured_single_turn", most_waits=54),
+    "strided_resumed": Case("strided_lora", RESUMED, most_waits=5),
     "structured_several_turns": Case(
         "structured_several_turns",
         {"gradient_checkpointing": True, "log_rollouts": "all", "trl.log_completions": True},
-        {"ebft.feature_device": "pretend:1"},
-        most_waits=72,
-    ),
+        {"ebft.feature_device": "pretend:1"}, most_waits=72),
     "structured_batched": Case(
-        "structured_several_turns", on_device={"ebft.feature_device": "cpu"}, copied=0, most_waits=71
-    ),
-    "structured_resumed": Case(
-        "structured_single_turn", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=54
-    ),
-    "structured_cross_entropy": Case("structured_cross_entropy", most_waits=55),
-    "grpo": Case("grpo", most_waits=56),
-    **{
-        name: Case(name, most_waits=waits)
-        for name, waits in {"sft": 12, "dpo": 37, "reward_model": 10, "process_reward_model": 6}.items()
-    },
-}
-# What is rarer.
-CASES |= {
+        "structured_several_turns", on_device={"ebft.feature_device": "cpu"}, copied=0, most_waits=71),
+    "structured_resumed": Case("structured_single_turn", RESUMED, most_waits=54),
+    # What is rarer.
     "strided_cpu_features": Case(
-        "strided_full", {"gradient_checkpointing": True}, {"ebft.feature_device": "cpu"}, most_waits=9
-    ),
+        "strided_full", {"gradient_checkpointing": True}, {"ebft.feature_device": "cpu"}, most_waits=9),
     "strided_grad_norms": Case("strided_lora", {"ebft.grad_norms_every": 2}, most_waits=6),
     "strided_attention_dropout": Case(
-        "strided_full", {"ebft.disable_dropout": False}, only_finite=True, during=attention_dropout, most_waits=5
-    ),
+        "strided_full", {"ebft.disable_dropout": False}, only_finite=True, during=attention_dropout, most_waits=5),
     "strided_evaluated": Case("strided_full", most_waits=5, then=evaluated),
-    "strided_as_cuda_resumed": Case(
-        "strided_lora",
-        {"max_steps": 4, "save_strategy": "steps", "save_steps": 2},
-        most_waits=5,
-        during=as_cuda,
-        then=evaluated,
-    ),
+    "strided_as_cuda_resumed": Case("strided_lora", RESUMED, most_waits=5, during=as_cuda, then=evaluated),
     "structured_evaluated": Case("structured_single_turn", then=evaluated),
     "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=5),
     "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, only_finite=True, most_waits=5),
     "strided_autocast": Case("strided_lora", {"bf16": True}, only_finite=True, most_waits=5),
     "structured_accumulation": Case(
-        "structured_single_turn", {"gradient_accumulation_steps": 3, "ebft.rollout_tokens_per_pass": 64}
-    ),
+        "structured_single_turn", {"gradient_accumulation_steps": 3, "ebft.rollout_tokens_per_pass": 64}),
     "structured_plain": Case("structured_single_turn", {"ebft.shared_prefix": False}),
     "structured_autocast": Case("structured_single_turn", {"bf16": True}, only_finite=True),
     "structured_async": Case(
-        "structured_single_turn", {"trl.async_prefetch": True, "max_steps": 4}, only_finite=True, during=server
-    ),
+        "structured_single_turn", {"trl.async_prefetch": True, "max_steps": 4}, only_finite=True, during=server),
     "grpo_replay": Case("grpo", REPLAY),
     "grpo_several_updates": Case("grpo", {"trl.num_iterations": 2, "trl.beta": 0.1}),
     "sft_packed": Case("sft", {"sample_packing": True}),
     "sft_autocast": Case("sft", {"bf16": True, "gradient_checkpointing": True}, only_finite=True),
     "kto": Case("kto"),
     "orpo": Case("orpo"),
-}
+}  # fmt: skip
 
 
 class CountStep(TrainerCallback):

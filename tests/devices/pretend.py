@@ -1,24 +1,21 @@
 """An accelerator that a CPU pretends to be, which finds mistakes of device and synchronisation without a GPU.
 
-Tensors on `pretend:0` and `pretend:1` keep their data in memory of the CPU, and their kernels are those of the CPU, so
-results are equal to the CPU's to the last digit. As with CUDA, an operation on tensors of two devices is an error, and
-reading a value waits for the device. `record` counts kernels and waits by the line of `src/ebft` that they come from.
+Tensors on `pretend:0` and `pretend:1` are PyTorch's own, made by DLPack from memory of the CPU, and one kernel, a
+`_Call`, computes all operations on CPU tensors with their memory, so results are equal to the CPU's to the last digit.
+As with CUDA, an operation on tensors of two devices is an error, and reading a value waits for the device. `record`
+counts kernels and waits by line.
 
-It is a backend of backend.py, for the whole process, before its first backward pass.
+The backend is registered for the whole process, before its first backward pass: use it in a process of its own.
 """
 
 from __future__ import annotations
 
-import ast
+import ctypes
 import os
-import sys
-import threading
-from collections import Counter
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,12 +23,29 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import ebft
-from tests.devices import backend
-from tests.devices.backend import INDEXING, NAME, Generator, Hooks, moved, on_cpu
+from ebft.tools.doctor import fake
+from ebft.tools.doctor.fake import INDEXING, NAME, kernels_of
+from tests.devices import counting
+from tests.devices.counting import Counts, is_ours, line_of_package, record
 
-_SOURCE = str(Path(ebft.__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+__all__ = ["NAME", "Counts", "MixedDevices", "is_possible", "pretend_device", "record", "register"]
+_torch: Any = torch  # for names that are not public
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+_CPU_KERNEL = _torch._C.DispatchKeySet(_torch._C.DispatchKey.CPU)
+_EXTERNAL = 12  # the device type that DLPack reserves for others, kDLExtDev
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+# Operations whose kernels for the CPU read and write no data, so that they are those of the device.
+_SHAPES_ONLY = ("as_strided", "view", "_reshape_alias", "unfold", "set_.source_Storage_storage_offset")
+_SHAPES_ONLY += ("set_.source_Storage", "set_.source_Tensor", "set_")
+# Operations that compute nothing on the device.
+_FREE = {
+    *("empty", "empty_strided", "as_strided", "view", "_unsafe_view", "_reshape_alias", "unfold", "set_", "resize_"),
+    *("detach", "alias", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "permute", "split"),
+    *("unbind", "view_as_real", "view_as_complex", "diagonal", "new_empty", "is_pinned", "is_same_size"),
+    *("split_with_sizes", "empty_like", "lift_fresh"),
+}
 _STAGED = 2**16  # bytes of memory that is not pinned which CUDA copies without a wait, if asked to
 # Operations that wait for the device: their result, or its shape, depends on values.
 _WAITS = {
@@ -50,81 +64,53 @@ class MixedDevices(torch.AcceleratorError):
     """An operation on tensors of several devices."""
 
 
-@dataclass
-class Counts:
-    """What the device did, by `file:line` of the package; `(backward)` for what autograd's own thread started.
-
-    `uploads` are copies to the device; those that wait for it are also among `waits`.
-    """
-
-    kernels: Counter[str] = field(default_factory=Counter)
-    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # (line, operation)
-    uploads: Counter[str] = field(default_factory=Counter)
-
-    def copy(self) -> Counts:
-        return Counts(*(counter.copy() for counter in (self.kernels, self.waits, self.uploads)))
-
-    def add(self, other: Counts) -> None:
-        self.kernels.update(other.kernels)
-        self.waits.update(other.waits)
-        self.uploads.update(other.uploads)
-
-    def since(self, before: Counts) -> Counts:
-        """What was counted after `before` was copied."""
-        return Counts(self.kernels - before.kernels, self.waits - before.waits, self.uploads - before.uploads)
-
-    def by_function(self) -> tuple[Counter[str], Counter[str]]:
-        """The kernels and the waits by function instead of line, such as `rewards.py whiten`."""
-        kernels, waits = Counter(), Counter()
-        for line, count in self.kernels.items():
-            kernels[_function(line)] += count
-        for (line, operation), count in self.waits.items():
-            waits[f"{_function(line)}: {operation}"] += count
-        return kernels, waits
-
-    def table(self, lines: int | None = None) -> str:
-        """The totals, and the lines with the most waits, then kernels."""
-        sums = f"{sum(self.kernels.values())} kernels, {sum(self.waits.values())} waits"
-        found = [f"{sums}, {sum(self.uploads.values())} copies to the device"]
-        for what, counter in (("waits", self.waits), ("copies", self.uploads), ("kernels", self.kernels)):
-            for line, count in counter.most_common(lines):
-                found.append(f"{count:7} {what:8} {line if isinstance(line, str) else '  '.join(line)}")
-        return "\n".join(found)
-
-
-@cache
-def _functions(path: str) -> dict[int, str]:
-    """The name of the innermost function of each line of a file of the package."""
-    found = {}
-    for node in ast.walk(ast.parse(Path(_SOURCE, path).read_text(encoding="utf-8"))):  # outer functions first
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), node.name)
-    return found
-
-
-def _function(line: str) -> str:
-    path, _, number = line.partition(":")
-    return f"{path} {_functions(path).get(int(number), '')}".strip() if number else line
-
-
-_counts = Counts()
-
-
 def is_possible() -> bool:
     """Whether this PyTorch has backends that are written in Python, and no real accelerator."""
     has_guard = hasattr(torch._C, "_acc") and hasattr(torch._C._acc, "register_python_privateuseone_device_guard")
     return has_guard and not torch.accelerator.is_available()
 
 
-@contextmanager
-def record() -> Iterator[Counts]:
-    """Count what the device does inside the block."""
-    global _counts
-    before, _counts = _counts, Counts()
-    try:
-        yield _counts
-    finally:
-        _counts = before
+class Hooks(_torch._C._acc.PrivateUse1Hooks):
+    is_on = False  # else the device does not exist
+    is_available = lambda self: self.is_on
+    has_primary_context = is_built = lambda self, *_: True
+
+
+class _Stream:
+    """A stream or an event: everything is done at once."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        return super().__new__(cls)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    wait_event = wait_stream = record = synchronize = wait
+
+
+class Module(fake.Module):
+    """What PyTorch expects as `torch.pretend`."""
+
+    Stream = Event = _Stream
+    is_available = is_initialized = staticmethod(lambda: Hooks.is_on)
+    device_count = staticmethod(lambda: 2 if Hooks.is_on else 0)
+    current_stream = staticmethod(lambda device=None: _Stream())
+    stream = staticmethod(lambda stream: stream)
+
+
+class Generator(fake.DeviceGenerator):
+    of_device: weakref.WeakSet[Generator] = weakref.WeakSet()
+
+    def __init__(self, device: Any = "cpu"):
+        if torch.device(device).type == NAME:
+            self.of_device.add(self)
 
 
 @contextmanager
@@ -149,12 +135,72 @@ def pretend_device() -> Iterator[torch.device]:
 
 
 @cache
-def register() -> None:
-    """Register the backend, once in a process."""
-    library = backend.register(_Call, _copy)
+def register() -> Any:
+    """Register the backend, once in a process; what is returned must be kept."""
+    fallback, library = fake.register_backend(Module, Hooks())
+    fallback.fallback(_run, "PrivateUse1")
+    library.impl("copy_", _copy, "PrivateUse1")
+    for full in _SHAPES_ONLY:
+        library.impl(full, partial(_overload(full).redispatch, _CPU_KERNEL), "PrivateUse1")
+    for full in _torch._C._dispatch_get_all_op_names():
+        if full.startswith("aten::_foreach_") or full == "aten::silu_backward":  # one kernel, not one for each tensor
+            library.impl(full, partial(_run, _overload(full)), "PrivateUse1")
     for name, function in _ONE_KERNEL.items():
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             library.impl(name, partial(_OneKernel.call, function), key)
+    return fallback, library
+
+
+def _overload(full: str) -> Any:
+    """The operation `aten::name.overload`."""
+    name, _, overload = full.removeprefix("aten::").partition(".")
+    return getattr(getattr(aten, name), overload or "default")
+
+
+# Tensors of the device
+
+
+def own(memory: Tensor, device: torch.device, like: Tensor) -> Tensor:
+    """A tensor of the device with the shape of `like`, which owns the memory of a flat CPU tensor."""
+    capsule = _torch.utils.dlpack.to_dlpack(memory)
+    address = _pointer_of(capsule, b"dltensor")
+    # struct DLTensor {void *data; int32_t device_type, device_id; ...}
+    ctypes.c_int32.from_address(address + 8).value = _EXTERNAL
+    ctypes.c_int32.from_address(address + 12).value = device.index
+    return _shaped(_torch._C._from_dlpack(capsule), like)
+
+
+def moved(found: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the device that owns the memory of `found`, which is on CPU."""
+    return own(torch.empty(0, dtype=found.dtype).set_(found.untyped_storage()), device, found)
+
+
+def _shaped(owner: Tensor, like: Tensor) -> Tensor:
+    """A tensor with the shape of `like` in the memory of `owner`."""
+    shape = like.shape, like.stride(), like.storage_offset()
+    return aten.as_strided.default.redispatch(_CPU_KERNEL, owner, *shape)
+
+
+def _set(given: Tensor, to: Tensor) -> None:
+    """Let a tensor of the device have the memory and the shape of another."""
+    shape = to.storage_offset(), to.shape, to.stride()
+    aten.set_.source_Storage_storage_offset.redispatch(_CPU_KERNEL, given, to.untyped_storage(), *shape)
+
+
+def on_cpu(given: Tensor) -> Tensor:
+    """The data of a tensor as a CPU tensor, which is valid as long as `given` is."""
+    if given.device.type == "cpu":
+        return given
+    storage = given.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(0, dtype=given.dtype).as_strided(given.shape, given.stride())
+    data = _torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
+    return torch.empty(0, dtype=given.dtype).set_(data, given.storage_offset(), given.shape, given.stride())
+
+
+def shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    storage, others = tensor.untyped_storage(), other.untyped_storage()
+    return storage.data_ptr() == others.data_ptr() if storage.data_ptr() else storage._cdata == others._cdata
 
 
 def _is_of_device(generator: torch.Generator) -> bool:
@@ -194,13 +240,13 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if target.numel() == 0:
         return target
     if target.device.type == "cpu":
-        _counts.waits[_line(), "copy to cpu"] += 1
+        counting.current.waits[line_of_package(), "copy to cpu"] += 1
     elif source.device.type == "cpu":
-        _counts.uploads[_line()] += 1
+        counting.current.uploads[line_of_package()] += 1
         if not (non_blocking and _is_copied_later(target, source)):
-            _counts.waits[_line(), "copy to device"] += 1
+            counting.current.waits[line_of_package(), "copy to device"] += 1
     else:
-        _counts.kernels[_line()] += 1
+        counting.current.kernels[line_of_package()] += 1
     on_cpu(target).copy_(on_cpu(source))
     return target
 
@@ -229,8 +275,8 @@ class _OneKernel(torch.autograd.Function):
     def forward(ctx: Any, function: Any, kwargs: dict[str, Any], *args: Any) -> Tensor:
         device = {each.device for each in args if isinstance(each, Tensor)}
         if len(device) > 1:
-            raise MixedDevices(f"{function.__name__} mixes devices: {device}. At {_line()}")
-        _counts.kernels[_line()] += 1
+            raise MixedDevices(f"{function.__name__} mixes devices: {device}. At {line_of_package()}")
+        counting.current.kernels[line_of_package()] += 1
         tensors = [each for each in args if isinstance(each, Tensor)]
         ctx.save_for_backward(*tensors)
         others = [None if isinstance(each, Tensor) else (each,) for each in args]
@@ -249,7 +295,7 @@ class _OneKernel(torch.autograd.Function):
             ]
             found = function(*args, **kwargs)
         wanted = [each for each, needs in zip(args, needed) if needs]
-        _counts.kernels["(backward)"] += len(wanted)
+        counting.current.kernels["(backward)"] += len(wanted)
         grads = iter(torch.autograd.grad(found, wanted, on_cpu(grad)))
         return None, None, *(moved(next(grads), grad.device) if needs else None for needs in needed)
 
@@ -260,17 +306,51 @@ _ONE_KERNEL = {
 }
 
 
-class _Call(backend.Call):
-    """Check the devices, and compute on the CPU."""
+@cache
+def _takes(op: Any) -> tuple[str, frozenset[int]]:
+    """The name of an operation, and the places of its arguments that are tensors."""
+    tensors = [index for index, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
+    return op._schema.name.rpartition("::")[2], frozenset(tensors)
+
+
+def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with tensors for numbers, which few operations accept in place of a tensor from Python."""
+    tensors = _takes(op)[1]
+    numbers = [index for index, each in enumerate(args) if type(each) in (int, float, bool) and index in tensors]
+    first = next((each for each in args if isinstance(each, Tensor)), None) if numbers else None
+    if first is None:
+        return args
+    shape, found = torch.empty(first.shape[:1], dtype=first.dtype), list(args)
+    for index in numbers:
+        found[index] = torch.tensor(args[index], dtype=torch.result_type(shape, args[index]))
+    return tuple(found)
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The kernel of every operation."""
+    return _Call(op, _numbers_as_tensors(op, args), kwargs).result()
+
+
+class _Call:
+    """One call of an operation: its tensors of the device, and their images, on which it is computed."""
+
+    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.op, self.args, self.kwargs, self.name = op, args, kwargs, _takes(op)[0]
+        self.given: list[Tensor] = []  # of the device
+        self.others: list[Tensor] = []  # on CPU
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}  # of the device, and its image, by id
+        self.device = torch.device(NAME, 0)
+        self._collect(args)
+        self._collect(kwargs.values())
 
     def result(self) -> Any:
         self._check()
         generator = self.kwargs.get("generator")
         if generator is not None and not _is_of_device(generator):
-            raise MixedDevices(f"{self.op} expects a generator of the device, not of the CPU. At {_line()}")
+            raise MixedDevices(f"{self.op} expects a generator of the device, not of the CPU. At {line_of_package()}")
         found = self.op(*self.image(self.args), **self.image(self.kwargs))
-        if self.kernels:
-            _count(self.name, self.kernels, self.args, self.kwargs)
+        if self.name not in _FREE:
+            _count(self.name, self.args, self.kwargs)
         return self.on_device(found)
 
     def _check(self) -> None:
@@ -282,12 +362,59 @@ class _Call(backend.Call):
         mixed = bool(self.given) and any(each.dim() > 0 or not scalars for each in others)
         if mixed or len({each.device for each in self.given}) > 1:
             shapes = [f"{each.device} {tuple(each.shape)}" for each in (*self.given, *self.others)]
-            raise MixedDevices(f"{self.op} mixes devices: {', '.join(shapes)}. At {_line()}")
+            raise MixedDevices(f"{self.op} mixes devices: {', '.join(shapes)}. At {line_of_package()}")
+
+    def _collect(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.device.type == "cpu":
+                    self.others.append(value)
+                    continue
+                if not self.given:
+                    self.device = value.device
+                self.given.append(value)
+            elif isinstance(value, torch.device):
+                if value.type == NAME:
+                    self.device = torch.device(NAME, value.index or 0)
+            elif isinstance(value, (list, tuple)):
+                self._collect(value)
+
+    def image(self, value: Any) -> Any:
+        """An argument with images of the tensors in it."""
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu" and id(value) not in self.pairs:
+                self.pairs[id(value)] = (value, on_cpu(value))
+            return value if value.device.type == "cpu" else self.pairs[id(value)][1]
+        if isinstance(value, torch.device) and value.type == NAME:
+            return CPU
+        if isinstance(value, dict):
+            return {key: self.image(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.image(each) for each in value])
+        return value
+
+    def on_device(self, found: Any) -> Any:
+        """What the operation returned for the images, as tensors of the device."""
+        if isinstance(found, (list, tuple)):
+            return type(found)([self.on_device(each) for each in found])
+        if not isinstance(found, Tensor):
+            return found
+        for given, image in self.pairs.values():
+            if found is image:
+                if found.untyped_storage().nbytes() > given.untyped_storage().nbytes():  # resized
+                    _set(given, moved(found, self.device))
+                elif found.shape != given.shape or found.stride() != given.stride():
+                    _set(given, _shaped(given, found))
+                return given
+        for given, image in self.pairs.values():
+            if shares_memory(found, image):
+                return _shaped(given, found)
+        return moved(found, self.device)
 
 
-def _count(name: str, kernels: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    line = _line()
-    _counts.kernels[line] += kernels
+def _count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    line = line_of_package()
+    counting.current.kernels[line] += kernels_of(name, args)
     waits = int(name in _WAITS and kwargs.get("output_size") is None)
     if name in INDEXING:
         indices = [each for each in args[1] if each is not None]
@@ -295,28 +422,9 @@ def _count(name: str, kernels: int, args: tuple[Any, ...], kwargs: dict[str, Any
             waits, name = int(name != "index"), "boolean index"  # reading calls nonzero, which is counted
         elif copied := sum(each.device.type == "cpu" for each in indices):
             if name == "index":  # its shape was computed from copies
-                _counts.waits[line, "copy to device"] -= copied
-            waits, name = copied, "index on CPU" if _is_ours() else "index on CPU, of another package"
+                counting.current.waits[line, "copy to device"] -= copied
+            waits, name = copied, "index on CPU" if is_ours() else "index on CPU, of another package"
     elif name == "where":  # which copies numbers that are tensors
         waits, name = sum(each.device.type == "cpu" for each in args[:3]), "copy to device"
     if waits:
-        _counts.waits[line, name] += waits
-
-
-def _line() -> str:
-    """`file:line` of the innermost call in the package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_SOURCE):
-            return f"{path[len(_SOURCE) + 1 :]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "(elsewhere)" if threading.current_thread() is threading.main_thread() else "(backward)"
-
-
-def _is_ours() -> bool:
-    """Whether the package itself called PyTorch, and not a package that it called."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__, backend.__file__)):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_SOURCE)
+        counting.current.waits[line, name] += waits

@@ -16,17 +16,11 @@ from ebft.tools.evaluation.result import machine_card
 from ebft.transformers_internals import causal_mask_function
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "precision", "rough"),
-    [
-        ("cuda", torch.float32, "none", False),
-        ("cuda", torch.float32, "ieee", False),
-        ("cuda", torch.float32, "tf32", True),
-        ("cuda", torch.bfloat16, "none", True),
-        ("cuda", torch.float16, "ieee", True),
-        ("cpu", torch.float32, "tf32", False),
-    ],
-)
+@pytest.mark.parametrize(("device", "dtype", "precision", "rough"), [
+    ("cuda", torch.float32, "none", False), ("cuda", torch.float32, "ieee", False),
+    ("cuda", torch.float32, "tf32", True), ("cuda", torch.bfloat16, "none", True),
+    ("cpu", torch.float32, "tf32", False),
+])  # fmt: skip
 def test_tolerance_by_precision(device, dtype, precision, rough, monkeypatch):
     """As `tf32: true` of transformers sets it, after which `allow_tf32` cannot be read."""
     monkeypatch.setattr(torch.backends, "fp32_precision", precision)

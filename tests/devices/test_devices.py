@@ -135,5 +135,6 @@ with pretend_device() as device:
 """
 
 
+@pytest.mark.slow
 def test_batches_on_the_device_give_the_same_results(tmp_path):
     output("-c", OWN_BATCHES, str(tmp_path))

@@ -83,18 +83,6 @@ def test_programs_define_their_names(page):
             subprocess.run(command, input=block.code, text=True, check=True)
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("ebft tarin run.yaml", "unknown command tarin"),
-    ("ebft evaluate run.yaml --modle x", "unknown option"),
-    ("CUDA_VISIBLE_DEVICES=1 torchrun -m ebft train run.yaml ebft.stride=four", "ebft.stride"),
-    ("ls $(ebft fecth smollm2-135m)", "unknown command fecth"),
-])  # fmt: skip
-def test_wrong_commands_are_found(line, message):
-    (arguments,) = commands_in(line)
-    with pytest.raises((AssertionError, ConfigError), match=message):
-        check_command(arguments)
-
-
 def _checked(check, arguments, where):
     try:
         with warnings.catch_warnings():

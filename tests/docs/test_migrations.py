@@ -17,7 +17,6 @@ from tests.config.conftest import MINIMAL
 from tests.docs.blocks import ROOT, Block, blocks_of, shell_lines
 
 TINY = {"max_steps=20": "max_steps=1, logging_steps=1", "max_completion_length=32": "max_completion_length=4"}
-END = "=== end of a command"
 ON_CPU = "use_cpu=True, bf16=False, "  # as the page says for machines without a GPU
 
 
@@ -41,19 +40,6 @@ def run(arguments: list[str], folder: Path, status: int = 0) -> str:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == status, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
-
-
-def run_all(commands: list[list[str]], folder: Path) -> list[str]:
-    """What each of these `ebft` commands prints. One process runs them all: importing torch takes most of the time."""
-    lines = (
-        "import sys",
-        "from ebft.tools.cli import app",
-        f"for arguments in {[command[1:] for command in commands]}:",
-        "    status = app(arguments, standalone_mode=False)",
-        f"    print({END!r}, flush=True)",
-        "    if status: sys.exit(status)",
-    )
-    return run(["python", "-c", "\n".join(lines)], folder).split(END)
 
 
 def write(block: Block, folder: Path, text: str | None = None) -> Path:
@@ -94,7 +80,7 @@ def test_from_axolotl(chat_model_dir, tmp_path):
 
     small = [f"base_model={chat_model_dir}", "max_steps=2", "save_steps=2", "flex_attention=false"]
     small += ["sequence_len=96", "ebft.stride=16"]
-    results = run_all([[*command[:3], *small, *command[3:]] for command in commands], tmp_path)
+    results = [run([*command[:3], *small, *command[3:]], tmp_path) for command in commands]
     assert "step 2/2" in results[0] and "Model saved in outputs/from-axolotl" in results[0]
     models = json.loads((tmp_path / "result.json").read_text())["models"]
     assert len(models) == 2 and {"cfm_loss", "ce_loss"} <= models[1]["metrics"].keys()
@@ -121,32 +107,11 @@ def test_from_trl_in_python(chat_model_dir, tmp_path):
     run(["python", "-c", program], tmp_path)
     for name in ("grpo", "grpo-with-features", "ebft", "strided"):
         assert (tmp_path / "outputs" / name / "checkpoint-1" / "adapter_model.safetensors").is_file(), name
-    state = tmp_path / "outputs" / "grpo-with-features" / "checkpoint-1" / "trainer_state.json"
-    assert {"rewards/correct/mean", "rewards/feature_matching/mean"} <= _logged(state)
-    for name in ("ebft", "strided"):
+    of_ebft = {"ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss"}
+    of_grpo = {"rewards/correct/mean", "rewards/feature_matching/mean"}
+    for name, expected in (("grpo-with-features", of_grpo), ("ebft", of_ebft), ("strided", of_ebft)):
         state = tmp_path / "outputs" / name / "checkpoint-1" / "trainer_state.json"
-        assert {"ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss"} <= _logged(state), name
-
-
-@pytest.mark.slow
-def test_from_trl_as_a_config(chat_model_dir, tmp_path):
-    page = ROOT / "docs" / "from-trl.md"
-    files = titled(page)
-    for name in ("grpo.py", "questions.py"):
-        write(files[name], tmp_path, small_script(files[name].code, chat_model_dir))
-    write(files["run.yaml"], tmp_path)
-    rows, *commands = [shlex.split(line) for line in lines_of(page)]
-    assert [command[1] for command in commands] == ["train", "train", "evaluate"]
-    run(rows, tmp_path)
-    small = [f"base_model={chat_model_dir}", "max_steps=1", "trl.max_completion_length=4", "evaluation.samples=2"]
-    results = run_all([[*command[:3], *small, *command[3:]] for command in commands], tmp_path)
-    assert "Model saved in outputs/config" in results[0]
-    assert "Model saved in outputs/config-grpo" in results[1]
-    assert "cfm_loss" in results[2] and "is_correct_pass@1" in results[2] and "is_correct_greedy" in results[2]
-
-
-def _logged(state: Path) -> set[str]:
-    return {key for entry in json.loads(state.read_text())["log_history"] for key in entry}
+        assert expected <= {key for entry in json.loads(state.read_text())["log_history"] for key in entry}, name
 
 
 @pytest.mark.parametrize(("claim", "key", "given"), [

@@ -4,7 +4,6 @@ import importlib.util
 import re
 
 import pytest
-import torch
 from datasets import Dataset
 
 from ebft.models.load import load_model_config
@@ -143,16 +142,15 @@ def test_the_tokens_of_a_step_on_several_turns(tmp_path):
 
 
 def estimate_of(path, *overrides):
-    needs = needs_of(path, overrides)
-    return needs.of(needs.config)
+    return needs_of(path, overrides).now
 
 
 def test_the_estimates_of_a_full_model_and_of_an_adapter(tmp_path):
     path = write_inputs("strided_full", tmp_path)
     weights = 4 * 156_736
     found = estimate_of(path)
-    assert (found.weights, found.features, found.gradients) == (weights, weights, weights)
-    assert (found.optimizer, found.checkpoint) == (2 * weights, 3 * weights)
+    assert (found.features, found.gradients, found.checkpoint) == (weights, weights, 3 * weights)
+    assert found.parts("optimizer")["optimizer"] == 2 * weights
     assert found.parts("model") == {"weights in float32": weights} and found.during("optimizer") == 5 * weights
     assert found.parts("loss and backward")["activations (rough)"] > 0
     found = estimate_of(path, *LORA)
@@ -171,18 +169,6 @@ def test_parts_of_the_peak_add_up_and_activations_of_a_single_pass_are_kept(tmp_
     assert accumulated.during("rollouts") == single.during("rollouts") + single.gradients
     (check,) = memory_checks(needs_of(path))
     assert f"at the peak, in {single.peak}: weights in float32" in check.message and "--for CARD" in check.message
-
-
-@pytest.fixture
-def spare_gpu(monkeypatch):
-    """`spare_gpu(name)`: a machine with a GPU from here on, and this one, if any, for the frozen copy."""
-
-    def add(name):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr("ebft.tools.doctor.memory.spare_gpu", lambda taken, needed: name)
-
-    return add
 
 
 LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]

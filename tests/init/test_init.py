@@ -235,15 +235,13 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, 
 
 @pytest.mark.parametrize(("words", "texts"), [
     ("init", ["DATA is missing", "in a terminal only"]),
-    ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo does not train on these", "ebft, ebft-struct"]),
+    ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo: it does not train on these", "ebft, ebft-struct"]),
     ("init pairs.jsonl --model MODEL --output kept.yaml", ["kept.yaml exists", "--overwrite"]),
     ("train kept.yaml --data pairs.jsonl", ["kept.yaml and --model, --data or --method", "Remove one"]),
 ])  # fmt: skip
 def test_errors_say_what_to_give(refused, here, tiny_llama_dir, monkeypatch, words, texts):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    write_rows(here / "rows.jsonl", lambda number: {"a": "x", "b": "y", "c": number})
     write_rows(here / "pairs.jsonl", SHAPES["input/output"][1])
-    write_rows(here / "short.jsonl", lambda number: {"input": "1?", "output": "1"})
     (here / "kept.yaml").write_text("kept")
     said = refused(*(word if word != "MODEL" else tiny_llama_dir for word in words.split()))
     assert all(text in said for text in texts), said

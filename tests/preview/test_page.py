@@ -1,14 +1,11 @@
 """What is written: every token with its label and id, and nothing of the data as markup."""
 
-import io
 import re
 from html import unescape
 
-from rich.console import Console
-
 from ebft.data.row_counts import SectionReport
 from ebft.methods.views import Block, RowPart, RowView, Token
-from ebft.tools.preview import legend, page, show_reports, show_row
+from ebft.tools.preview import page
 
 EVIL = "<script>alert('&\"')</script>"
 VIEW = RowView(
@@ -35,18 +32,3 @@ def test_the_page_escapes_everything_and_needs_no_other_file():
     assert '<span class="t learned" title="position 1">' in html and "anchor 1</span>" in html
     assert '<span class="t special" title="position 0">' in html
     assert "reference 9" in text and f"4 too short for one block: {EVIL}, b, row 1, ..." in text
-
-
-def printed(*lines):
-    console = Console(file=io.StringIO(), width=300, color_system=None, no_color=True)
-    console.print(*lines, sep="\n")
-    return console.file.getvalue()
-
-
-def test_rows_and_reports_in_the_terminal():
-    text = printed(*show_row("row 1", VIEW))
-    assert f"<s>(-100, 1) [anchor 1] {EVIL}(2, 2) [red]x(-100, 3)" in text
-    assert "2 more blocks, the last at 10" in text and f"fact: {EVIL}" in text and f"{EVIL}: {EVIL}" in text
-    text = printed(*show_reports([REPORT]), legend())
-    assert "datasets: 5 documents produced 3 rows; dropped 4 too short for one block" in text
-    assert f"  4 too short for one block: {EVIL}, b, row 1, ..." in text and "not in it (-100)" in text

@@ -1,7 +1,5 @@
 """Rows written out by hand: which tokens have labels, where the anchors are, what the references are."""
 
-import copy
-
 import pytest
 
 from ebft.anchors import BlockOptions
@@ -15,7 +13,6 @@ from ebft.methods.views import (
     StepView,
     StridedView,
     TokenTexts,
-    generation_prompt,
     one_line,
 )
 from tests.structured.conftest import make_chat_tokenizer
@@ -106,20 +103,16 @@ def trained_row(tokenizer, *pieces):
     return given | {"prompt_length": sum(len(tokens) for tokens, _ in segments[:before])}
 
 
-FIRST = [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID)]
-SECOND = [*FIRST, ("between turns", GAP), ("reference", "de"), ("end of turn", SAID)]
+SECOND = [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID), ("between turns", GAP), ("reference", "de"),
+          ("end of turn", SAID)]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("pieces", "expected"),
-    [
-        ([(ASKED, False), ("ab" + SAID, True)], FIRST),
-        ([(ASKED, False), ("ab" + SAID, True), (GAP, False), ("de" + SAID, True)], SECOND),
-        # the end of a turn has no label
-        ([(ASKED, False), ("ab", True), (SAID + GAP, False), ("de", True), (SAID, False)], SECOND),
-        ([("abc<|endoftext|>", True)], [("text", "abc<|endoftext|>")]),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "expected"), [
+    ([(ASKED, False), ("ab" + SAID, True), (GAP, False), ("de" + SAID, True)], SECOND),
+    # the end of a turn has no label
+    ([(ASKED, False), ("ab", True), (SAID + GAP, False), ("de", True), (SAID, False)], SECOND),
+    ([("abc<|endoftext|>", True)], [("text", "abc<|endoftext|>")]),
+])  # fmt: skip
 def test_the_roles_of_tokens(tokenizer, pieces, expected):
     row = trained_row(tokenizer, *pieces)
     for view in (SFTView(tokenizer), strided_view(tokenizer)):
@@ -141,14 +134,6 @@ def test_the_roles_of_reward_rows(tokenizer):
     assert roles(part) == [("prompt and step 1", "abc|"), ("step 2", "d|"), ("after the last label", "e")]
 
 
-def test_the_generation_prompt_of_a_template(tokenizer):
-    line = 'Generation prompt of the chat template: "'
-    assert generation_prompt(tokenizer, None) == line + r'<|im_start|>assistant\n"'
-    thinking = copy.deepcopy(tokenizer)
-    thinking.chat_template = "{{ raise_exception('no') }}"
-    assert generation_prompt(thinking, {}) is None
-
-
 TALK = {
     "prompt": [{"role": "user", "content": "hi"}],
     "ground_truth": "<think>q</think>ab",
@@ -162,12 +147,7 @@ def test_a_conversation_in_structured_mode(tokenizer):
     texts = ["".join(token.text for token in part.tokens) for part in view.parts]
     titles = ["prompt", "reference of turn 1", "given before turn 2", "reference of turn 2"]
     assert [part.title for part in view.parts] == titles
-    assert texts == [
-        r"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-        "<think>q</think>ab",
-        r"<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
-        "d<|im_end|>",
-    ]
+    assert texts == [ASKED, "<think>q</think>ab", SAID + GAP, "d<|im_end|>"]
     assert set(learned(view.parts[0])) == {"_"}
     assert learned(view.parts[1]) == "_" * 16 + "ab"
     assert learned(view.parts[2]).strip("_") == "<|im_end|>"  # of the first reply

@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from ebft.config.user_functions import place_of
-from ebft.errors import LONGEST_MESSAGE, ConfigError, EBFTError, LaunchError, shortened, told
+from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, doing, shortened, told
 from ebft.printed import go_on_without_output, safe_console, say, traced, without_secrets_in_text
 from ebft.processes import is_main_process, leave_error, reports_failure
 
@@ -115,20 +115,19 @@ def show_warnings() -> None:
 
 
 def set_log_level() -> None:
-    """Log what EBFT_LOG_LEVEL asks for, also of the libraries; debug adds tracebacks. Raises ConfigError. Must be
-    called before the libraries are imported, which read these variables then, as started processes do."""
+    """Log what EBFT_LOG_LEVEL asks for, also of the libraries; debug adds tracebacks. Must be called before the
+    libraries are imported, which read these variables then, as started processes do."""
     name = next((name for name in (LOG_LEVEL, "AXOLOTL_LOG_LEVEL") if os.environ.get(name)), None)
     if name is None:
         return
     level = os.environ[name].lower()
-    if level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"{name}: invalid value {level!r:.60}; expected debug, info, warning or error.")
+    with doing(f"reading {name}"):
+        logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for library in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY", "ACCELERATE_LOG_LEVEL"):
         os.environ.setdefault(library, level)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level.upper())
     if level == "debug":
         os.environ.setdefault(DEBUG, "1")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def show_progress_bars_in_terminals_only() -> None:

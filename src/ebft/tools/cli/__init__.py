@@ -16,8 +16,7 @@ from ebft.tools.cli.arguments import ConfigCommand
 from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
 from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
 from ebft.tools.cli.results import evaluate, inference, report, show
-from ebft.tools.cli.start import init
-from ebft.tools.cli.training import LaunchingCommand, train, tui
+from ebft.tools.cli.training import LaunchingCommand, init, train, tui
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",

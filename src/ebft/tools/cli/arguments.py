@@ -3,8 +3,7 @@
 CONFIG, FOLDER or CONFIG|FOLDER, what a command reads, is its first argument; overrides (key=value) follow a config, and
 may be written as options (--key value) unless the command has an option of that name. `--output` is where the result
 is written, `--model` a model of any kind, `--base-model` the one that it started from, `--count` a number of items.
-An option that stands for a config key has the key's name with dashes. A renamed option keeps its former name as a
-hidden one, which `renamed` merges with it.
+An option that stands for a config key has the key's name with dashes. A renamed option keeps its former name.
 """
 
 import difflib
@@ -13,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -196,8 +195,7 @@ BaseModel = Annotated[
     option("MODEL", "Base model, if it is not where the adapter or the model card says.", complete=complete_model),
 ]
 LoraModelDir = Annotated[str | None, option("DIR", "With a config: folder of the adapter. Default: output_dir.")]
-FormerTo = Annotated[Path | None, typer.Option("--to", hidden=True)]
-Value = TypeVar("Value", Path, int)
+OUTPUT = ("--output", "--to")
 
 
 def config_and_model(
@@ -212,10 +210,3 @@ def config_and_model(
         return None, (locate(str(source), "model", "FOLDER") or source) if is_name else source
     config = load_config(source, overrides or [])
     return config, Path(lora_model_dir or config.output_dir).expanduser()
-
-
-def renamed(value: Value | None, former: Value | None, name: str, former_name: str) -> Value | None:
-    """The value of the option `name`, or of its former name. Raises ConfigError if both are given."""
-    if value is not None and former is not None:
-        raise ConfigError(f"{name} and {former_name} are the same option. Keep {name}.")
-    return former if value is None else value

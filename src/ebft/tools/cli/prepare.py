@@ -19,10 +19,10 @@ from ebft.printed import REMOVED, safe_console, say, value_without_secrets, with
 from ebft.run.checks import check_runnable, check_types, imported_names
 from ebft.run.config.reference import option_groups
 from ebft.run.config.schema import RunConfig, load_config
-from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
+from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option
 from ebft.tools.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
-from ebft.tools.doctor.known import gpu_card
+from ebft.tools.doctor.known import CARDS, gpu_card
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -35,17 +35,16 @@ def doctor(
     overrides: Overrides = None,
     step: Annotated[bool, typer.Option(help="Load the model and run one training step.")] = True,
     card: Annotated[
-        str | None,
+        Literal[tuple(CARDS)] | None,
         option(
             "CARD",
-            "Plan the training step on this GPU instead, without weights, data or GPU: rtx4090, a6000, l40s, a100-40, "
-            "a100, h100, h200 or b200.",
+            f"Plan the training step on this GPU instead, without weights, data or GPU: {', '.join(CARDS)}.",
             names="--for",
+            case_sensitive=False,
         ),
     ] = None,
     memory: Annotated[
-        str | None,
-        option("SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB, or 80GB (80e9 bytes)."),
+        str | None, option("SIZE", "Plan the step on a GPU with this memory, such as 24GiB, or 80GB (80e9 bytes).")
     ] = None,
 ) -> None:
     """Check the installation, and whether a config can be trained on this machine.
@@ -88,17 +87,12 @@ def doctor(
         show(check_installation())
     if config is not None:
         loaded = Attempt("config", load_config, config, overrides or [], ok=f"{config} is valid")
-        show(loaded.checks)
-        if planned_on is not None and not levels["error"]:
+        show(loaded)
+        if not levels["error"]:
             say_loading()
-            from ebft.tools.doctor.fit import planned  # imports torch
+            from ebft.tools.doctor import plan, run  # imports torch
 
-            show(planned(loaded.result, *planned_on))
-        elif not levels["error"]:
-            say_loading()
-            from ebft.tools.doctor.run import check_config  # imports torch
-
-            show(check_config(loaded.result, step=step))
+            show(plan.planned(loaded.result, *planned_on) if planned_on else run.check_config(loaded.result, step=step))
     say(f"{levels['error']} errors, {levels['warning']} warnings")
     if levels["error"]:
         raise typer.Exit(FAILED)
@@ -182,10 +176,9 @@ def config(
     check_runnable(config, elsewhere=True)
     hides = False
     for key, value in changed_keys(config):
-        shown = repr(value_without_secrets(key, value))
-        is_hidden = shown.count(REMOVED) > repr(value).count(REMOVED)
-        hides |= is_hidden
-        console.print(f"{key}: {shown if is_hidden else repr(value)}", markup=False)
+        shown = value_without_secrets(key, value)
+        hides |= shown != value
+        console.print(f"{key}: {shown!r}", markup=False)
     if hides:
         console.print(f"Passwords, tokens and keys are shown as {REMOVED}; the run uses their values.", markup=False)
     if own := imported_names(config):
@@ -220,14 +213,12 @@ def preprocess(
         int | None,
         option(
             "N",
-            "Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
-            "is given.",
+            "Number of rows of training and of evaluation to show (default: 5); implies --debug without --html.",
             min=1,
-            names=("--count", "-n"),
+            names=("--count", "--debug-num", "-n"),
         ),
     ] = None,
     html: Annotated[Path | None, option("FILE", "Write the same rows to this HTML file.")] = None,
-    former_debug_num: Annotated[int | None, typer.Option("--debug-num", min=1, hidden=True)] = None,
 ) -> None:
     """Prepare the rows of a config and store them, for use by `ebft train`.
 
@@ -242,7 +233,6 @@ def preprocess(
 
     ebft preprocess run.yaml --count 20 --html rows.html
     """
-    count = renamed(count, former_debug_num, "--count", "--debug-num")
     run_config = load_config(config, overrides or [])
     check_types(run_config)
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):

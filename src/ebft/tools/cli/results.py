@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ebft.errors import ConfigError, DataError, RunError
+from ebft.errors import ConfigError, RunError
 from ebft.printed import print_table, printable_json, safe_console, say
 from ebft.run.config.schema import load_config
 from ebft.run_files import check_rollouts, check_run, read_object
@@ -73,7 +73,11 @@ def show(
     found = all_samples(folder, step)
     samples = take(found if as_json else without_repetitions(found), order, sort or REWARD, count)
     if not samples:
-        raise RunError(_nothing(folder))
+        why = "no rollouts yet, or its files cannot be read"
+        if kept := list(all_samples(folder)):
+            steps, terms = {each.step for each in kept}, dict.fromkeys(term for each in kept for term in each.terms)
+            why = f"no such rollout. It has steps {min(steps)} to {max(steps)}, and terms {', '.join(terms)}"
+        raise RunError(f"{folder} has {why}.")
     if as_json:
         # Without `copies`, since the list contains every copy of a completion.
         found = [{name: value for name, value in asdict(each).items() if name != "copies"} for each in samples]
@@ -84,15 +88,6 @@ def show(
     with console.pager(styles=True) if interactive else nullcontext():
         for sample in samples:
             console.print(sample_text(sample, full), end="\n\n")
-
-
-def _nothing(folder: Path) -> str:
-    """Why no rollout was found, with what there is instead."""
-    found = list(all_samples(folder))
-    if not found:
-        return f"{folder} has no rollouts yet, or its files cannot be read."
-    steps, terms = {each.step for each in found}, dict.fromkeys(term for each in found for term in each.terms)
-    return f"{folder} has no such rollout. It has steps {min(steps)} to {max(steps)}, and terms {', '.join(terms)}."
 
 
 @polite
@@ -235,18 +230,16 @@ def inference(
     ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
     """
     config, folder = config_and_model(source, overrides, lora_model_dir)
-    if config is not None and base_model is not None:
-        raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
-    if samples is not None and reference is None:
-        raise ConfigError("--samples is the number of completions that --reference is compared with. Add --reference.")
-    samples = 4 if samples is None else samples
-    if reference is not None and samples > 1 and temperature == 0:
-        raise ConfigError("--temperature 0 gives equal samples, whose rewards are equal too. Use --samples 1.")
-    asked = prompt
-    if asked is None and not sys.stdin.isatty():
-        asked = sys.stdin.read().rstrip("\n")
-    if asked is not None and not asked.strip():
-        raise DataError("The prompt is empty. Give it with --prompt, or start the command in a terminal.")
+    asked = sys.stdin.read().rstrip("\n") if prompt is None and not sys.stdin.isatty() else prompt
+    has_samples, samples = samples is not None, samples or 4
+    for is_wrong, message in (
+        (config and base_model, "--base-model requires a folder: with a config, set base_model=MODEL."),
+        (has_samples and reference is None, "--samples is the number of replies that --reference scores. Add it."),
+        (reference and samples > 1 and temperature == 0, "--temperature 0 gives equal samples. Use --samples 1."),
+        (asked is not None and not asked.strip(), "The prompt is empty. Give it with --prompt, or in a terminal."),
+    ):
+        if is_wrong:
+            raise ConfigError(message)
     say_loading()
     from ebft.tools.inference.models import model_in_folder, model_of_run  # what follows imports torch
     from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session

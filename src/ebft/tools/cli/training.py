@@ -1,4 +1,4 @@
-"""`ebft train CONFIG [key=value ...]`, its sweeps, and its dashboard, which `ebft tui FOLDER` shows, too."""
+"""`ebft init [DATA]...`, which writes a config; `ebft train`, its sweeps, and its dashboard, also of `ebft tui`."""
 
 import os
 import shlex
@@ -12,26 +12,125 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ebft.catalog import base_name, is_gguf
-from ebft.config.load import read_values
+from ebft.catalog import MODELS, base_name, is_gguf
+from ebft.config.load import apply_overrides, read_values
 from ebft.errors import ConfigError, RunError, warn
+from ebft.methods import named_methods
 from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
-from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, option
-from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
+from ebft.tools.cli import arguments as shared
+from ebft.tools.cli.arguments import argument, option
 from ebft.tools.console import polite, say_loading
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
 
+MODEL_HELP = "Base model: a folder, a Hub id, or a model of `ebft fetch`."
+DATA_HELP = "Training data: a file, a folder or a Hub id."
+CONFIG = "train.yaml"  # of a run without a config, in its output_dir
+_OF_ONE_START = ("resume_from_checkpoint", "auto_resume_from_checkpoints")  # overrides that are not written
+ModelOption = Annotated[str | None, option("MODEL", MODEL_HELP, complete=shared.complete_model)]
+METHOD_HELP = f"How to train: {', '.join(named_methods())}. Default: the first of these that fits the rows."
+MethodOption = Annotated[Literal[tuple(named_methods())] | None, option("NAME", METHOD_HELP)]
 PANEL = "Several processes"
 _PASSED_ON = "ebft.options_for_the_launcher"  # in the context of the command
 _launch_option = partial(option, rich_help_panel=PANEL)
 
 
-class LaunchingCommand(ConfigCommand):
+@polite
+def init(
+    words: Annotated[
+        list[str] | None,
+        argument(
+            "[DATA]... [KEY=VALUE]...",
+            f"{DATA_HELP} Values that override the proposed ones are written as in `ebft train`.",
+            complete=shared.complete_word,
+        ),
+    ] = None,
+    model: ModelOption = None,
+    method: MethodOption = None,
+    output: Annotated[Path, option("FILE", "The file to write. Default: run.yaml.")] = Path("run.yaml"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a config for your data and model.
+
+    The columns of the data determine which methods fit: texts, prompts with completions, chats, preference pairs,
+    labelled completions or labelled steps. Lengths are measured on a sample of the rows, and batches are chosen for the
+    memory of this machine. The config evaluates on held-out rows, saves checkpoints and keeps the best one. In a
+    terminal, init asks for what is not given.
+
+    Examples:
+
+    ebft init my_rows.jsonl --model smollm2-135m
+
+    ebft init texts/ --model Qwen/Qwen2.5-0.5B --method sft --output sft.yaml
+
+    ebft init pairs.parquet --model my/model learning_rate=1e-5
+    """
+    # A path may contain `=` if it exists.
+    overrides = [word for word in words or [] if "=" in word and not Path(word).exists()]
+    data = [word for word in words or [] if word not in overrides]
+    apply_overrides({"datasets": [{} for _ in data]}, overrides)  # raises
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{output} exists. Choose another file with --output, or replace it with --overwrite.")
+    if not data:
+        data = [_asked("DATA", "Training data (a file, a folder or a Hub id)")]
+    model = model or _asked("--model", f"Base model (a folder, a Hub id, or {', '.join(MODELS)})")
+    command = ["ebft", "init", *data, "--model", model, *(["--method", method] if method else []), *overrides]
+    say("Looking at the model and the data ...", err=True)
+    from ebft.tools.init.config import draft  # imports torch, as the next one
+    from ebft.tools.init.draft import render, write
+
+    def choose(fitting: dict[str, Any], default: str) -> str:
+        say("Methods that fit these rows:")
+        for name, method in fitting.items():
+            say(f"  {name:24}{method.name}")
+        return typer.prompt("Method", default=default).strip()
+
+    found = draft(data, model, method, overrides, choose if is_terminal() else None)
+    write(output, render(found, command))
+    say("\n".join([*found.notes, f"Written to {output}. Next:"]))
+    for name in ("doctor", "train"):
+        say(f"  {shlex.join(['ebft', name, str(output)])}")
+
+
+def config_of_data(
+    model: str | None, data: Sequence[str], method: str | None, overrides: Sequence[str]
+) -> tuple[Path, list[str]]:
+    """The config of `ebft train` without a file, in its output_dir, and the overrides that are not in it. The config
+    that the same command wrote before is used again. Raises ConfigError if another one is there."""
+    if not (model and data):
+        raise ConfigError("Training without a config needs both --model and --data.")
+    kept = [each for each in overrides if not each.startswith(_OF_ONE_START)]
+    options = [word for path in data for word in ("--data", path)]
+    command = ["ebft", "train", "--model", str(model), *options, *(["--method", method] if method else []), *kept]
+    say("Looking at the model and the data ...", err=True)
+    from ebft.tools.init.config import draft  # imports torch, as the next one
+    from ebft.tools.init.draft import render, write, written_by
+
+    found = draft(data, str(model), method, kept)
+    path = Path(found.values["output_dir"]).expanduser() / CONFIG
+    if not path.exists():
+        write(path, render(found, command))
+        say("\n".join([*found.notes, f"Config written to {path}"]), err=True)
+    elif written_by(command) not in path.read_text(encoding="utf-8").split("\n"):
+        raise ConfigError(
+            f"{path} is the config of a run with other options. Set another output_dir=FOLDER, or resume that run with "
+            f"`ebft train {path} auto_resume_from_checkpoints=true`, with what it changes, such as max_steps, after it."
+        )
+    return path, [each for each in overrides if each not in kept]
+
+
+def _asked(name: str, question: str) -> str:
+    """The answer of the user. Raises ConfigError if this is no terminal."""
+    if not is_terminal():
+        raise ConfigError(f"{name} is missing: ebft init asks for it in a terminal only. {question}: add it.")
+    return typer.prompt(question).strip()
+
+
+class LaunchingCommand(shared.ConfigCommand):
     """A command whose words after -- are not arguments, but options for the launcher."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -54,14 +153,19 @@ def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions)
     return run_config, plan
 
 
+def check_not_launched(option: str) -> None:
+    """Raise ConfigError in a process of a launcher, where each process would do what `option` does once."""
+    if is_launched():
+        raise ConfigError(f"{option} starts the processes itself. Use --num-processes in place of a launcher.")
+
+
 def train_sweep(
     file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool
 ) -> int:
     """Train all combinations of a sweep, print their results, and return the exit status."""
     if options.machines > 1:
         raise ConfigError("--sweep runs on one machine. Remove --num-machines, or start its runs one by one.")
-    if is_launched():
-        raise ConfigError("--sweep launches its runs itself. Start it without a launcher, with --num-processes.")
+    check_not_launched("--sweep")
 
     def check(words: Sequence[str]) -> RunConfig:
         with warnings.catch_warnings(action="ignore"):  # each run gives its own
@@ -85,7 +189,7 @@ def train(
     config: Annotated[
         Path | None, argument("[CONFIG]", "The YAML config file; not needed with --model and --data.")
     ] = None,
-    overrides: Overrides = None,
+    overrides: shared.Overrides = None,
     model: ModelOption = None,
     data: Annotated[list[str] | None, option("PATH", f"{DATA_HELP} Can be repeated.")] = None,
     method: MethodOption = None,
@@ -132,7 +236,7 @@ def train(
         ),
     ] = None,
     num_machines: Annotated[
-        int | None, _launch_option("N", "Number of machines; the command runs on each of them. Default: 1.", min=1)
+        int | None, _launch_option("N", "Number of machines; the command runs on each machine. Default: 1.", min=1)
     ] = None,
     machine_rank: Annotated[
         int | None, _launch_option("R", "Number of this machine, from 0; each machine has another one.", min=0)
@@ -216,8 +320,7 @@ def _config_and_overrides(
         overrides = [str(config), *overrides]
     elif config is not None:
         raise ConfigError(f"{config} and --model, --data or --method: a config contains them. Remove one.")
-    if is_launched():
-        raise ConfigError("--model and --data need no launcher: remove it, and use --num-processes.")
+    check_not_launched("--model with --data")
     return config_of_data(model, data, method, overrides)
 
 
@@ -272,21 +375,17 @@ def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:
     commands = [["show", str(folder)]] if rollout_files(folder) else []
     if config.method.generates_text:
         commands.append(["inference", str(folder)])
-        commands += _merging(config, folder, typed) if config.adapter is not None else []
+        base = base_name(config.base_model, config.gguf_file)
+        if config.adapter is not None and (config.load_in_4bit or config.load_in_8bit):
+            commands.append(["merge-lora", *typed])
+        elif config.adapter is not None and is_gguf(base):  # its weights are converted first
+            commands.append(["fetch", base])
+            commands.append(["merge-lora", str(folder), "--base-model", str(Path(base).with_suffix(""))])
+        elif config.adapter is not None:
+            commands.append(["merge-lora", str(folder)])
     report = folder / REPORT
     following = "; ".join(shlex.join(["ebft", *command]) for command in commands)
     return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {following}"] if following else [])]
-
-
-def _merging(config: RunConfig, folder: Path, typed: list[str]) -> list[list[str]]:
-    """The commands that merge the adapter in `folder`; the weights of a GGUF file are converted first."""
-    if config.load_in_4bit or config.load_in_8bit:
-        return [["merge-lora", *typed]]
-    base = base_name(config.base_model, config.gguf_file)
-    if not is_gguf(base):
-        return [["merge-lora", str(folder)]]
-    converted = base[: -len(".gguf")]
-    return [["fetch", base, "--output", converted], ["merge-lora", str(folder), "--base-model", converted]]
 
 
 def leave_process_group() -> None:
@@ -298,13 +397,13 @@ def leave_process_group() -> None:
 
 
 DASHBOARD = "EBFT_TUI"  # environment variable; training that was started with its dashboard has it set to 0
-_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_OFF = ("0", "false", "no", "off")  # values of it and of tui.enabled
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 
 
 @polite
-def tui(folder: RunFolder) -> None:
+def tui(folder: shared.RunFolder) -> None:
     """Follow a run in a terminal dashboard, from the files in its output folder.
 
     The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does
@@ -326,11 +425,9 @@ def tui(folder: RunFolder) -> None:
 
 
 def wants_dashboard(in_config: bool) -> bool:
-    """Whether the environment or the config asks for the dashboard, and it can be shown. Raises ConfigError."""
+    """Whether the environment or the config asks for the dashboard, and it can be shown."""
     asked = {name: os.environ[name].lower() for name in (DASHBOARD, "AXOLOTL_TUI") if os.environ.get(name)}
     name, value = next(iter(asked.items()), ("tui.enabled", str(in_config).lower()))
-    if value not in (*_ON, *_OFF):
-        raise ConfigError(f"{name}: invalid value {value!r:.60}; expected 1 or 0.")
     if value in _OFF or is_launched():
         return False
     if not is_terminal():
@@ -346,18 +443,18 @@ def is_terminal() -> bool:
 
 def check_terminal(command: str) -> None:
     """Raise RunError if the dashboard cannot be shown."""
+    missing = "a terminal, which `ebft report FOLDER` and `ebft show FOLDER` do not" if not is_terminal() else None
     if find_spec("textual") is None:
-        raise RunError(f"{command} requires the package textual: pip install 'ebft[tui]'")
-    if not is_terminal():
-        raise RunError(f"{command} requires a terminal. `ebft report FOLDER` and `ebft show FOLDER` do not.")
+        missing = "the package textual: pip install 'ebft[tui]'"
+    if missing is not None:
+        raise RunError(f"{command} requires {missing}")
 
 
 def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     """Run `ebft train ARGUMENTS` in another process beside the dashboard; returns the exit status. If the dashboard
     fails, this waits for the training process instead, and passes Ctrl-C on to it."""
     check_terminal("ebft train --tui")
-    if is_launched():
-        raise RunError("--tui starts the processes itself. Use --num-processes in place of a launcher, or `ebft tui`.")
+    check_not_launched("--tui")
     from ebft.tools.dashboard.tui import Training, TrainingDashboard
 
     training = Training(arguments, folder)

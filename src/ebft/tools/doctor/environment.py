@@ -53,6 +53,12 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
 
     found = vllm_python and shutil.which(os.path.expanduser(vllm_python))
     interpreter = output_of(found, "-c", _VLLM_VERSION) if found else None
+    devices: list[dict[str, Any]] = []
+    if torch.cuda.is_available():
+        found_gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        devices = [{"name": device.name, "memory (GiB)": _gib(device.total_memory)} for device in found_gpus]
+    elif torch.accelerator.is_available():
+        devices = [{"name": torch.accelerator.current_accelerator().type}] * torch.accelerator.device_count()
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "ebft": {"version": version("ebft"), "commit": _commit(), "path": str(PACKAGE)},
@@ -63,11 +69,11 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
         "system": {
             "os": platform.platform(),
             "cpus": os.cpu_count(),
-            "usable cpus": usable_cpus(),
+            "usable cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "processor": processor(),
             "memory (GiB)": _gib(memory_bytes()),
         },
-        "devices": _devices(torch),
+        "devices": devices,
         "cuda": {"torch built with": torch.version.cuda, "driver": driver.splitlines()[0] if driver else None},
         "environment variables": relevant_variables(os.environ),
     }
@@ -99,11 +105,6 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def processor() -> str:
     """Return the model name of this machine's processor, or its architecture if the name is unknown."""
     try:
@@ -125,15 +126,6 @@ def _commit() -> str | None:
     if output_of("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
         return None  # not a clone of ebft, though perhaps a folder inside another repository
     return output_of("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
-
-
-def _devices(torch: Any) -> list[dict[str, Any]]:
-    if torch.cuda.is_available():
-        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return [{"name": device.name, "memory (GiB)": _gib(device.total_memory)} for device in properties]
-    if torch.accelerator.is_available():
-        return [{"name": torch.accelerator.current_accelerator().type}] * torch.accelerator.device_count()
-    return []
 
 
 def output_of(*command: str) -> str | None:
@@ -158,32 +150,24 @@ _INSTALL = "In a clone of ebft, pip install -c constraints.txt . installs the ve
 
 def check_installation() -> Iterator[Check]:
     """Yield a check for each required package that is missing or too old or new, and for each extra."""
-    required, extras = _requirements()
+    lines = [Requirement(line) for line in requires("ebft") or []]
+    required = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
     problems = _problems(required)
     for problem in problems:
         yield Check("error", "packages", f"{problem} {_INSTALL}")
     if not problems:
         yield Check("ok", "packages", f"all {len(required)} required packages are installed with fitting versions")
-    for extra, lines in extras.items():
-        missing = [line.name for line in lines if installed_version(line.name) is None]
-        problems = _problems(line for line in lines if line.name not in missing)
+    for extra in metadata("ebft").get_all("Provides-Extra") or []:
+        own = [line for line in lines if line not in required and line.marker.evaluate({"extra": extra})]
+        if not own or any(line.name == "ebft" for line in own):  # it consists of others
+            continue
+        missing = [line.name for line in own if installed_version(line.name) is None]
+        problems = _problems(line for line in own if line.name not in missing)
         for problem in problems:
             yield Check("warning", f"extra {extra}", problem)
         if not problems:
             state = f"not installed ({', '.join(missing)})" if missing else "installed"
             yield Check("ok", f"extra {extra}", state)
-
-
-def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """The required packages, and the packages of each extra that does not consist of others."""
-    lines = [Requirement(line) for line in requires("ebft") or []]
-    required = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
-    extras: dict[str, list[Requirement]] = {}
-    for extra in metadata("ebft").get_all("Provides-Extra") or []:
-        own = [line for line in lines if line not in required and line.marker.evaluate({"extra": extra})]
-        if own and not any(line.name == "ebft" for line in own):
-            extras[extra] = own
-    return required, extras
 
 
 def _problems(lines: Iterable[Requirement]) -> list[str]:
@@ -231,3 +215,6 @@ class Attempt:
         self.checks = [*(Check("warning", name, text) for text in texts), *error]
         if not self.checks:
             self.checks.append(Check("ok", name, ok(self.result) if callable(ok) else ok))
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self.checks)

@@ -38,16 +38,22 @@ _ROUND = 512  # bytes to which CUDA's caching allocator rounds
 _KEPT = 2**7  # bytes of tensors that have values if what they are computed from has, such as counts
 # Operations that start no kernel, besides views.
 _FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "set_", "resize_", "lift_fresh", "is_pinned")
-_INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
+INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
 _SHAPES = {"set_", "resize_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_"}  # not values
 # Comparisons that are true of finite positive numbers; of x == x.
 _TRUE = {("eq", None), ("ne", inf), ("gt", 0), ("lt", inf)}
 # Operations whose integers are places along the last dimension.
 _SELECT = {"argmax", "argmin", "multinomial", "searchsorted", "topk", "sort", "max", "min", "bucketize"}
-# What CUDA's autocast computes in the lower precision; what else it casts, in float32 (ATen/autocast_mode.h).
+# What CUDA's autocast computes in the lower precision, and in the widest of its inputs; what else it casts, in float32
+# (ATen/autocast_mode.h).
 _LOWER = {
     *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "einsum", "convolution"),
-    *("scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "_convolution", "linalg_vecdot"),
+    *("scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "_convolution", "linalg_vecdot", "prelu"),
+    *("_scaled_dot_product_flash_attention", "chain_matmul", "linalg_multi_dot"),
+}
+_WIDEST = {
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
+    "scatter_add",
 }
 # Lists of tensors that fit into one kernel of a `_foreach_` function or a fused optimizer, by the number of lists.
 _TENSORS_PER_KERNEL = (110, 64, 48, 36, 30)
@@ -124,30 +130,38 @@ class Module:
         yield
 
 
-class _Generator(torch.Generator):
+class DeviceGenerator(torch.Generator):
+    """A generator of the device is one of the CPU."""
+
     def __new__(cls, device: Any = "cpu"):
         create: Any = super().__new__
         return create(cls, _CPU if torch.device(device).type == NAME else device)
 
 
-@cache
-def register() -> None:
-    """Register the backend and count what it does from here on, in a process for it."""
-    _torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, Module, _Hooks())
+def register_backend(module: type[Module], hooks: _Hooks) -> tuple[Any, Any]:
+    """Register a device with CUDA's autocast; return the libraries of its fallback and of its kernels, to be kept."""
+    _torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, module, hooks)
     fallback, library = _torch.library.Library("_", "IMPL"), _torch.library.Library("aten", "IMPL")
-    _kept.extend((fallback, library))
+    clear = _torch.clear_autocast_cache
+    _torch.clear_autocast_cache = lambda: (_casts.clear(), clear())
     fallback.fallback(_torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for full in _torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
         name, _, overload = full.removeprefix("aten::").partition(".")
         op = getattr(getattr(aten, name), overload or "default", None)
         if op is not None:
             library.impl(full, partial(_cast, name, op), "AutocastPrivateUse1")
+    return fallback, library
+
+
+@cache
+def register() -> Any:
+    """Register the backend and count what it does from here on, in a process for it; what is returned must be kept."""
+    fallback, library = register_backend(Module, _Hooks())
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "PrivateUse1")
     for name in ("silu_backward", "_fused_rms_norm"):  # one kernel, not those that they consist of elsewhere
         library.impl(name, getattr(aten, name).default, "PrivateUse1")
-    _torch.clear_autocast_cache = _casts.clear
-    _torch.Generator = _Generator
+    _torch.Generator = DeviceGenerator
     _torch.utils.swap_tensors = _swap
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # of copied tensors
     PLAIN.add(FakeTensor)
@@ -157,9 +171,7 @@ def register() -> None:
     training_args.is_torch_bf16_gpu_available = lambda: True  # which asks for CUDA by name
     _torch._C._set_only_lift_cpu_tensors(True)
     Counting().__enter__()
-
-
-_kept: list[Any] = []
+    return fallback, library
 
 
 def _swap(given: Any, other: Any) -> None:
@@ -174,7 +186,8 @@ _casts: dict[int, tuple[Tensor, Tensor]] = {}  # of weights, in the lower precis
 def _cast(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation with the dtypes that CUDA's autocast gives its arguments."""
     with _torch._C._ExcludeDispatchKeyGuard(_torch._C.DispatchKeySet(_torch._C.DispatchKey.AutocastPrivateUse1)):
-        if kwargs.get("dtype") is None:
+        is_wide = name not in _WIDEST or any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in args)
+        if kwargs.get("dtype") is None and is_wide:
             to = partial(_converted, torch.get_autocast_dtype(NAME) if name in _LOWER else torch.float32)
             args, kwargs = _mapped(to, args), _mapped(to, kwargs)
         return op(*args, **kwargs)
@@ -261,7 +274,7 @@ class Counting(TorchDispatchMode):
             return op(*args, **kwargs)
         if name == "masked_select":
             name, op, args = "index", aten.index.Tensor, (args[0].expand(args[1].shape), [args[1]])
-        if name in _INDEXING:  # places that booleans select, since shapes have to be known
+        if name in INDEXING:  # places that booleans select, since shapes have to be known
             with self:
                 is_mask = [each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]]
                 parts = [each.nonzero(as_tuple=True) if mask else [each] for each, mask in zip(args[1], is_mask)]
@@ -352,13 +365,18 @@ class Counting(TorchDispatchMode):
         return _mapped(partial(_on_device, device), found)
 
 
+def kernels_of(name: str, args: Any) -> int:
+    """The kernels that CUDA starts for an operation that computes something."""
+    if not name.startswith(("_foreach_", "_fused_adam")):
+        return 1
+    lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
+    return -(-len(lists[0]) // _TENSORS_PER_KERNEL[min(len(lists), len(_TENSORS_PER_KERNEL)) - 1])
+
+
 def _count(name: str, op: Any, args: Any, kwargs: Any, found: Any, given: list[Any], device: torch.device) -> None:
     """Add a call to the phase."""
-    kernels, now = 1, ledger.now
-    if name.startswith(("_foreach_", "_fused_adam")):
-        lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
-        kernels = -(-len(lists[0]) // _TENSORS_PER_KERNEL[min(len(lists), len(_TENSORS_PER_KERNEL)) - 1])
-    now.kernels += kernels
+    now = ledger.now
+    now.kernels += kernels_of(name, args)
     formula = flop_registry.get(op.overloadpacket)
     flops = 0 if formula is None else formula(*args, **kwargs, out_val=found)
     if device.type == NAME and device.index:

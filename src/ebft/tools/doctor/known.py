@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebft.errors import ConfigError
@@ -69,20 +69,17 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def gpu_card(name: str | None, memory: str | None) -> tuple[str, Card]:
-    """The card of `--for`, or one with the memory of `--memory`, whose rates are not known. Raises ConfigError."""
-    if name is not None and memory is not None:
-        raise ConfigError(f"--for {name} and --memory {memory} both name a card: give one or the other.")
-    if name is not None:
-        if name.lower() not in CARDS:
-            raise ConfigError(f"--for {name}: unknown card. Choose from {', '.join(CARDS)}, or use --memory 80GiB.")
-        return name.lower(), CARDS[name.lower()]
+    """The card of `--for`, with the memory of `--memory` if that is given; the rates of one without a name are not
+    known. Raises ConfigError."""
+    if name is not None and memory is None:
+        return name, CARDS[name]
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|G)?", str(memory).strip(), re.IGNORECASE)
     size = float(parsed[1]) if parsed else 0.0
     if parsed and (parsed[2] or "").lower() == "gb":
         size *= 1e9 / 2**30
     if not 0 < size < 10_000:
         raise ConfigError(f"--memory {memory}: expected the memory of a card, such as 24GiB, or 80GB (80e9 bytes).")
-    return f"a card with {size:.4g} GiB", Card(size)
+    return f"{name or 'a card'} with {size:.4g} GiB", replace(CARDS.get(name or "", Card(0)), memory=size)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ebft.machine import available_memory, gib
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import spare_gpu, weights_dtype
 from ebft.run.config.schema import RunConfig
-from ebft.run.rehearsal import checkpoints_kept, disk_need, optimizer_bytes
+from ebft.run.rehearsal import optimizer_bytes
 from ebft.tools.doctor.environment import Check
 from ebft.tools.doctor.rows import LongestRows
 
@@ -35,24 +36,13 @@ class Estimate:
     rollouts and features are rough; the rest follows from the weights."""
 
     phases: dict[str, dict[str, int]]
-    weights: int
     features: int  # a frozen copy of the model
     features_on: str | None  # its device; None: the model's
     gradients: int
-    optimizer: int
     checkpoint: int  # on disk
     parameters: int
     trained: int
     placed_on: str | None  # `auto` with a device_map over all GPUs; None: the device that trains
-
-    @property
-    def loaded(self) -> int:
-        """The weights, and their frozen copy if it is on the device of the model."""
-        return self.weights + (self.features if self.features_on is None else 0)
-
-    @property
-    def fixed(self) -> int:
-        return self.loaded + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
@@ -83,6 +73,11 @@ class Needs:
     weights: int
     trained: int
 
+    @cached_property
+    def now(self) -> Estimate:
+        """The estimate for the config itself."""
+        return self.of(self.config)
+
     def of(self, config: RunConfig, trained: int | None = None) -> Estimate:
         """Return the estimate for a step with a variation of the config, which may train another number of weights."""
         trained = self.trained if trained is None else trained
@@ -97,7 +92,13 @@ class Needs:
         weights = int((self.weights - plain) * per_weight) + plain * dtype.itemsize + (0 if is_full else gradients)
         states = optimizer_bytes(config.optimizer, trained_bytes) * trained
         has_copy = is_full and method.copies_model(config)
-        features_on = _features_on(config, weights) if has_copy and method.compares_features(config) else None
+        features_on = None  # the device of the model
+        if has_copy and method.compares_features(config) and torch.cuda.is_available():
+            device, here = config.ebft.feature_device, torch.cuda.current_device()
+            if device is not None:
+                features_on = None if device in ("cuda", f"cuda:{here}") else device
+            elif config.device_map is None:
+                features_on = spare_gpu(here, weights)
         heads = getattr(text, "num_attention_heads", None) or 1
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
         # Keys and values of a token in all layers.
@@ -141,11 +142,9 @@ class Needs:
         }
         return Estimate(
             phases=phases,
-            weights=weights,
             features=weights if has_copy else 0,
             features_on=features_on,
             gradients=gradients,
-            optimizer=states,
             checkpoint=gradients + (0 if config.save_only_model else states),
             parameters=self.weights + (0 if is_full else trained),
             trained=trained,
@@ -167,17 +166,9 @@ def needs(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
             plain = config.model_copy(update={"load_in_4bit": False, "load_in_8bit": False})
             adapted = attach_adapter(model, plain)
             trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    return Needs(config, model_config, rows, weights, trained)
-
-
-def _features_on(config: RunConfig, size: int) -> str | None:
-    """The device of the frozen copy; None if it is the model's."""
-    if not torch.cuda.is_available():
-        return None
-    device = config.ebft.feature_device
-    if device is None:
-        return None if config.device_map is not None else spare_gpu(torch.cuda.current_device(), size)
-    return None if device in ("cuda", f"cuda:{torch.cuda.current_device()}") else device
+    found = Needs(config, model_config, rows, weights, trained)
+    _ = found.now  # raises for models whose configuration lacks what it reads
+    return found
 
 
 CHANGES_TRAINING = "(changes the training)"  # of changes with which the step is not the same
@@ -185,16 +176,15 @@ _LEAST = 0.01  # of the phase's memory; what saves less is not listed
 
 
 def advice(needs: Needs | None, phase: str) -> str:
-    """Return changes that lower the memory of `phase`, one per line, those with the least cost in quality first.
-    `phase` is one of `ebft.tools.doctor.run.measure_step`. Each change is estimated alone, on the device of the model.
-    The text is empty if the memory cannot be estimated, or nothing lowers it."""
+    """Return changes that lower the memory of `phase` of `measure_step`, one per line, the least cost in quality first.
+    Each is estimated alone, on the device of the model. Empty if the memory cannot be estimated, or nothing lowers it.
+    """
     if needs is None:
         return ""
-    now, found, half = needs.of(needs.config).during(phase), "", needs.rows.longest // 2
+    now, found, half = needs.now.during(phase), "", needs.rows.longest // 2
     options = [*changes(needs.config, needs.rows.step_tokens(needs.config).loss, torch.cuda.is_available())]
-    if needs.rows.fit(needs.config, half):
-        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
-        options.append((f"{text} {CHANGES_TRAINING}", {"sequence_len": half}))
+    text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
+    options.append((f"{text} {CHANGES_TRAINING}", {"sequence_len": half}))
     for text, values in options:
         trained = 0 if "adapter" in values and needs.config.adapter is None else None
         saved = now - needs.of(changed(needs.config, values), trained).during(phase)
@@ -204,8 +194,17 @@ def advice(needs: Needs | None, phase: str) -> str:
 
 
 def changes(config: RunConfig, tokens: int, on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what may lower the memory of a step of `tokens` tokens, those with the least cost first."""
-    yield from _smaller_batches(config, tokens)
+    """Yield what may lower the memory of a step of `tokens` tokens, the least cost first."""
+    size = config.micro_batch_size
+    if size > 1:
+        smaller = max(part for part in range(1, size) if size % part == 0)
+        accumulation = config.gradient_accumulation_steps * size // smaller
+        text = f"micro_batch_size: {smaller} with gradient_accumulation_steps: {accumulation} (same step)"
+        yield text, {"micro_batch_size": smaller, "gradient_accumulation_steps": accumulation}
+    if config.method.samples_blocks and config.ebft.rollout_tokens_per_pass is None:
+        part = min(4096, tokens // 2)
+        text = f"ebft.rollout_tokens_per_pass: {part}, which computes rollouts in parts (same step)"
+        yield text, {"ebft.rollout_tokens_per_pass": part}
     if not config.gradient_checkpointing:
         text = "gradient_checkpointing: true, which recomputes activations in the backward pass (same step)"
         yield text, {"gradient_checkpointing": True}
@@ -224,31 +223,9 @@ def changes(config: RunConfig, tokens: int, on_gpu: bool) -> Iterator[tuple[str,
         yield f"{text} {CHANGES_TRAINING}", {"adapter": "lora"}
     elif on_gpu and not (config.load_in_4bit or config.load_in_8bit):
         yield f"adapter: qlora with load_in_4bit: true {CHANGES_TRAINING}", {"adapter": "qlora", "load_in_4bit": True}
-    yield from _smaller_rollouts(config)
-
-
-def _smaller_batches(config: RunConfig, tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Changes of the order of computation, which leave the step the same."""
-    size = config.micro_batch_size
-    if size > 1:
-        smaller = max(part for part in range(1, size) if size % part == 0)
-        accumulation = config.gradient_accumulation_steps * size // smaller
-        text = f"micro_batch_size: {smaller} with gradient_accumulation_steps: {accumulation} (same step)"
-        yield text, {"micro_batch_size": smaller, "gradient_accumulation_steps": accumulation}
-    if config.method.samples_blocks and config.ebft.rollout_tokens_per_pass is None:
-        part = min(4096, tokens // 2)
-        text = f"ebft.rollout_tokens_per_pass: {part}, which computes rollouts in parts (same step)"
-        yield text, {"ebft.rollout_tokens_per_pass": part}
-
-
-def _smaller_rollouts(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Changes of what is sampled."""
+    section, counts = "trl", {"max_completion_length": 1} if config.method.rows == "prompts" else {}
     if config.method.samples_blocks:
         section, counts = "ebft", {"n_samples_per_prompt": 2, "generate_max_len": 1}
-    elif config.method.rows == "prompts":
-        section, counts = "trl", {"max_completion_length": 1}
-    else:
-        return
     for key, least in counts.items():
         now = getattr(getattr(config, section), key)
         value = -(-now // 2)
@@ -270,15 +247,15 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 def memory_checks(needs: Needs) -> Iterator[Check]:
     """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another. An
     error if what follows from the number of weights is more."""
-    needed = needs.of(needs.config)
+    needed = needs.now
     free, where = available_memory(needed.placed_on)
     shown = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts(needed.peak).items() if size)
     text = f"estimated {gib(needed.total)} at the peak, in {needed.peak}: {shown}"
     text += f"; {needed.trained:,} of {needed.parameters:,} weights are trained"
     text += f". {gib(free)} are free on {where}" if free is not None else ""
     text += ". Without weights and data, `--for CARD` or `--memory SIZE` runs the operations of a step instead"
-    if free is not None and needed.fixed > free:
-        phase = "trainer setup" if needed.loaded > free else "optimizer"
+    if free is not None and needed.during("optimizer") > free:
+        phase = "trainer setup" if needed.during("trainer setup") > free else "optimizer"
         yield Check("error", "memory", f"{text}.{advice(needs, phase)}")
     elif free is not None and needed.total > 0.9 * free:
         yield Check("warning", "memory", f"{text}.{advice(needs, needed.peak)}")
@@ -293,8 +270,3 @@ def memory_checks(needs: Needs) -> Iterator[Check]:
             yield Check("error", "feature network", f"{text}. {remedy}")
         else:
             yield Check("ok", "feature network", text)
-
-
-def disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:
-    problem, text = disk_need(config, needed.gradients, needed.checkpoint, checkpoints_kept(config, rows))
-    return Check("ok" if problem is None else "error", "disk", text if problem is None else problem)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebft.anchors import BlockOptions, turn_anchors
 from ebft.data.batches import PackedRows
@@ -46,8 +45,7 @@ class PromptLength:
         return self.prompt + max(self.completion(reply), self.reference)
 
 
-@dataclass(frozen=True)
-class StepTokens:
+class StepTokens(NamedTuple):
     """Tokens of one forward pass of the loss, whose keys are cached while sampling, and of one feature pass."""
 
     loss: int
@@ -65,20 +63,18 @@ class LongestRows:
     longest: int  # tokens, for prompts with the completion
     longest_reference: int = 0  # of all rows of prompts
 
-    def fit(self, config: RunConfig, sequence_len: int) -> bool:
-        """Whether `sequence_len` tokens have room for more than the prompts of these rows: a block in strided mode."""
-        if self.prompts:
-            return sequence_len > max(row.prompt for row in self.prompts)
-        rows = [document for row in self.data for document in row.get("documents", [row])]
-        if config.method.samples_blocks:
-            return all(most_blocks(config, row, sequence_len) > 0 for row in rows)
-        return all(sequence_len > (row.get("prompt_length") or 0) for row in rows)
+    @property
+    def described(self) -> str:
+        """The length of the longest row in words."""
+        if not self.prompts:
+            return f"{self.longest:,} tokens"
+        prompt = self.prompts[0].prompt
+        return f"{self.longest:,} tokens (prompt {prompt:,}, completion up to {self.longest - prompt:,})"
 
     def step_tokens(self, config: RunConfig) -> StepTokens:
         """Return the tokens of a step with the settings of `config`, approximately."""
-        return self._of_prompts(config) if self.prompts else self._of_documents(config)
-
-    def _of_prompts(self, config: RunConfig) -> StepTokens:
+        if not self.prompts:
+            return self._of_documents(config)
         size, samples = config.micro_batch_size, config.trl.num_generations
         reply = _longest_reply(config, self.longest_reference)
         row = max(self.prompts, key=lambda row: row.total(reply))
@@ -141,19 +137,6 @@ def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptL
     order = sorted(range(len(tokens)), key=lambda index: -tokens[index])[: rows_per_step(config)]
     prompts = tuple(lengths[index] for index in order) if of_prompts else ()
     return LongestRows(data.select(order), prompts, tokens[order[0]], reference)
-
-
-def first_of_stream(config: RunConfig, stream: Any) -> LongestRows:
-    """Return the first rows of a stream, where all rows have the same length."""
-    return LongestRows(list(islice(stream.rows(), rows_per_step(config))), (), config.sequence_len)
-
-
-def described(config: RunConfig, rows: LongestRows) -> str:
-    """Return the length of the longest row in words."""
-    if not rows.prompts:
-        return f"{rows.longest:,} tokens"
-    prompt = rows.prompts[0].prompt
-    return f"{rows.longest:,} tokens (prompt {prompt:,}, completion up to {rows.longest - prompt:,})"
 
 
 def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, int]) -> Iterator[Check]:

@@ -10,17 +10,18 @@ import gc
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import get_token
 from transformers import TrainerCallback
 
 from ebft.catalog import base_name, is_gguf
 from ebft.config.keys.run import BudgetSection
-from ebft.errors import ConfigError
 from ebft.machine import free_disk, gib, peak_resident
 from ebft.models.load import find_base_model, load_model, load_model_config, quantisation_config, usable_attention
 from ebft.models.tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ from ebft.printed import duration, say
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.config.schema import RunConfig
-from ebft.run.rehearsal import rehearse
+from ebft.run.rehearsal import checkpoints_kept, disk_need, rehearse
 from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments
 from ebft.run.training import arranged, make_output_dir, run_rows
@@ -37,7 +38,7 @@ from ebft.serving.command import find_interpreter
 from ebft.serving.server import await_ready, managed_server
 from ebft.tools.doctor import rows as of_rows
 from ebft.tools.doctor.environment import Attempt, Check
-from ebft.tools.doctor.memory import Needs, advice, disk_check, memory_checks, needs
+from ebft.tools.doctor.memory import Needs, advice, memory_checks, needs
 from ebft.tools.doctor.rows import LongestRows
 
 _SERVER_TIMEOUT = 5.0  # seconds
@@ -45,18 +46,18 @@ _SERVER_TIMEOUT = 5.0  # seconds
 
 def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     """Yield the checks of a valid config; `step` also loads the model and runs one training step."""
-    settings = yield from _attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}")
+    yield from (settings := Attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}"))
     devices = f"devices {', '.join(this_machine().devices)}"
-    machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
+    yield from (machine := Attempt("machine", check_machine, config, this_machine(), ok=devices))
     named = lambda used: f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
-    packages = yield from _attempt("packages of this config", _check_packages, config, ok=named)
+    yield from (packages := Attempt("packages of this config", _check_packages, config, ok=named))
     found = lambda: (find_base_model(config), load_model_config(config))
-    model = yield from _attempt("model", found, ok=lambda found: f"{found[0]} ({found[1].model_type})")
-    tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
+    yield from (model := Attempt("model", found, ok=lambda found: f"{found[0]} ({found[1].model_type})"))
+    yield from (tokenizer := Attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens"))
     data = None
     if not (tokenizer.failed or settings.failed):
         given = config, tokenizer.result, None if model.failed else model.result[1]
-        data = yield from _attempt("data", _load_data, *given, ok=_Data.described)
+        yield from (data := Attempt("data", _load_data, *given, ok=_Data.described))
         if not data.failed:
             yield from of_rows.sequence_len_checks(config, data.result.longest, data.result.counts)
             needed, count = of_rows.rows_per_step(config), data.result.count
@@ -65,53 +66,46 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
                 yield Check("warning", "step size", text)
     needed_for_step = [settings, machine, packages]
     if config.uses_server:
-        needed_for_step.append((yield from _attempt("server", _check_server, config, ok=str)))
+        yield from (server := Attempt("server", _check_server, config, ok=str))
+        needed_for_step.append(server)
     of_run = lambda found: str(found.resumable or found.newest or "a new run")
-    yield from _attempt("checkpoint", find_checkpoints, config, ok=of_run)
+    yield from Attempt("checkpoint", find_checkpoints, config, ok=of_run)
     if config.hub_model_id:
-        yield from _attempt("hub", _check_login, config, ok="logged in")
+        has_token = get_token() is not None  # the repository is created when training starts
+        text = "logged in" if has_token else f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`"
+        yield Check("ok" if has_token else "error", "hub", text)
     free, existing = free_disk(config.output_dir)
     writable = f"{config.output_dir} is writable, {gib(free)} free"
-    yield from _attempt("output_dir", make_output_dir, existing, ok=writable)
+    yield from Attempt("output_dir", make_output_dir, existing, ok=writable)
     if model.failed or data is None or data.failed:
         what, done = ("step", "run") if step else ("memory", "estimated")
         yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
         return
-    memory = Attempt("memory", _estimated, config, model.result[1], data.result.longest)
-    needed, exceeded = memory.result, False
-    if memory.failed:
+    memory, exceeded = Attempt("memory", needs, config, model.result[1], data.result.longest), False
+    if memory.failed:  # its configuration lacks what the estimate reads
         yield Check("warning", "memory", f"cannot be estimated for this model: {memory.checks[-1].message}")
     else:
-        for check in memory_checks(needed):
+        for check in memory_checks(memory.result):
             yield check
             exceeded = exceeded or check.level == "error"
-        yield disk_check(config, needed.of(config), data.result.count or 0)
+        kept, now = checkpoints_kept(config, data.result.count or 0), memory.result.now
+        problem, text = disk_need(config, now.gradients, now.checkpoint, kept)
+        yield Check("ok" if problem is None else "error", "disk", problem or text)
     if not step:
         return
     if exceeded or any(part.failed for part in needed_for_step):
         yield Check("warning", "step", "not run, because of the errors above")
         return
-    yield from _step_checks(config, tokenizer.result, data.result, needed)
-
-
-def _attempt(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Generator[Check, None, Attempt]:
-    """Yield the checks of an `Attempt`, and return it."""
-    found = Attempt(name, function, *args, **options)
-    yield from found.checks
-    return found
+    yield from _step_checks(config, tokenizer.result, data.result, memory.result)
 
 
 def _check_packages(config: RunConfig) -> list[str]:
     """Warn or raise for optional packages that the config needs; returns those that it uses."""
-    used = []
+    used = ["gguf"] if is_gguf(base_name(config.base_model, config.gguf_file)) else []
     if config.load_in_4bit or config.load_in_8bit:
         quantisation_config(config)
         used.append("bitsandbytes")
-    file = base_name(config.base_model, config.gguf_file)
-    if is_gguf(file):
-        used.append("gguf")
-    attention = usable_attention(config.attn_implementation)
-    if attention is not None:
+    if (attention := usable_attention(config.attn_implementation)) is not None:
         used.append(f"{attention} attention")
     used += [name for name in trackers(config) if name != "none"]
     if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is not None:
@@ -120,37 +114,30 @@ def _check_packages(config: RunConfig) -> list[str]:
 
 
 class _Data(NamedTuple):
-    """Numbers of training rows and of rows held out, the longest training rows in words, and rows by reason. The number
-    of training rows of a stream is None."""
+    """Numbers of training rows, None of a stream, and of rows held out, the longest ones, and rows by reason."""
 
     count: int | None
     held_out: int
     longest: LongestRows
-    length: str
     counts: dict[str, int]
 
     def described(self) -> str:
         held_out = f"{self.held_out:,} held out" if self.held_out else "no held-out data"
         if self.count is None:
-            return f"a stream, {held_out}; each row has {self.length}"
-        return f"{self.count:,} rows, {held_out}; the longest has {self.length}"
+            return f"a stream, {held_out}; each row has {self.longest.described}"
+        return f"{self.count:,} rows, {held_out}; the longest has {self.longest.described}"
 
 
 def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
     rows = run_rows(config, tokenizer)
     train, evaluation = arranged(config, rows, model_config)
     if config.streaming:  # all rows have the same length
-        count, longest, counts = None, of_rows.first_of_stream(config, train), {}
+        rows_of_step = list(islice(train.rows(), of_rows.rows_per_step(config)))
+        count, longest, counts = None, LongestRows(rows_of_step, (), config.sequence_len), {}
     else:
         longest = of_rows.longest_rows(config, train, of_rows.row_lengths(config, tokenizer, train))
         count, counts = len(train), rows.reports[0].counts
-    return _Data(count, len(evaluation or ()), longest, of_rows.described(config, longest), counts)
-
-
-def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
-    found = needs(config, model_config, rows)
-    found.of(config)  # raises for models whose configuration lacks what the estimate reads
-    return found
+    return _Data(count, len(evaluation or ()), longest, counts)
 
 
 def _check_server(config: RunConfig) -> str:
@@ -168,16 +155,11 @@ def _check_server(config: RunConfig) -> str:
     return f"{client.address} serves {served.get('root') or served['id']}"
 
 
-def _check_login(config: RunConfig) -> None:
-    """Check that there is a token; the repository is created when training starts."""
-    from huggingface_hub import get_token
-
-    if get_token() is None:
-        raise ConfigError(f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`, or remove it.")
-
-
 def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs | None) -> Iterator[Check]:
-    say(f"Training for a step on the longest rows ({data.length}), on a CPU for minutes; see --no-step ...", err=True)
+    say(
+        f"Training for a step on the longest rows ({data.longest.described}), on a CPU for minutes; see --no-step ...",
+        err=True,
+    )
     memory = PhaseMemory()
     given = config, tokenizer, data.longest.data, memory
     attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows")
@@ -185,7 +167,7 @@ def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs |
         *others, error = attempt.checks
         hint = ""
         if "memory" in error.message.lower() and needed is not None:
-            phase = memory.failed_in or needed.of(config).peak
+            phase = memory.failed_in or needed.now.peak
             hint = f" It ran out of memory in {phase}.{advice(needed, phase)}"
         yield from [*others, Check("error", "step", error.message + hint)]
         return
@@ -235,8 +217,8 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
     """Load the model, train for one step on `rows`, and measure the peak memory of its phases with `memory`. Returns
     the bytes of optimizer state on the device of the model, which later steps have from their start. Raises the errors
     of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice."""
-    memory.begin("before loading")  # Python, libraries and data
-    memory.end()
+    with memory.phase("before loading"):  # Python, libraries and data
+        pass
     with tempfile.TemporaryDirectory(prefix="ebft-doctor-") as folder:
         config = without_output(config, folder)
         settings = config.server_settings if config.manages_server else None
@@ -252,7 +234,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             for name, method in config.method.phases.items():
                 setattr(trainer, method, memory.phase(name)(getattr(trainer, method)))
             trainer.remove_callback(ConsoleMetrics)
-            trainer.add_callback(_OptimizerPhase(memory))
+            trainer.add_callback(OptimizerPhase(memory))
             rehearse(config, trainer)
             with memory.phase("loss and backward"):
                 trainer.train()
@@ -277,23 +259,23 @@ def without_output(config: RunConfig, folder: str) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-class _OptimizerPhase(TrainerCallback):
-    """Measures the update of the weights as a phase, and the seconds of the step."""
+class OptimizerPhase(TrainerCallback):
+    """Measures the update of the weights as a phase of `phases`, and the seconds of the step."""
 
-    def __init__(self, memory: PhaseMemory) -> None:
-        self.memory = memory
+    def __init__(self, phases: Any) -> None:
+        self.phases, self._update = phases, ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.memory.seconds = time.perf_counter() - self._began
+        self.phases.seconds = time.perf_counter() - self._began
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.memory.begin("optimizer")
+        self._update.enter_context(self.phases.phase("optimizer"))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.memory.end()
+        self._update.close()
 
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -319,23 +301,17 @@ class PhaseMemory:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block, or each call of a decorated function, as a phase; repeated ones report their maximum."""
-        self.begin(name)
+        self._record()
+        self.peaks.setdefault(name, 0)
+        self._active.append(name)
         try:
             yield
         except Exception:
             self.failed_in = self.failed_in or self._active[-1]
             raise
         finally:
-            self.end()
-
-    def begin(self, name: str) -> None:
-        self._record()
-        self.peaks.setdefault(name, 0)
-        self._active.append(name)
-
-    def end(self) -> None:
-        self._record()
-        self._active.pop()
+            self._record()
+            self._active.pop()
 
     def _record(self) -> None:
         """Add the peak since the last call to the innermost active phase."""

@@ -42,7 +42,6 @@ _OF_THE_EXAMPLE = {
 # Methods whose examples are for long runs of large models, and the rate of others; docs/choosing.md has the ranges.
 _LOW_RATES = ("ebft", "ebft-structured", "grpo", "gdpo", "sdft")
 _OF_ADAPTERS = 1e-4, "the rate of SFT with adapters; 5e-6 to 1e-5 for long runs of models from 1B"
-# Proposed keys that others replace, if those are given.
 _HELD_OUT_SPLITS = ("validation", "test")
 _FEWEST = 20  # rows; a tenth is held out
 _MOST_HELD_OUT = 128
@@ -59,8 +58,6 @@ def draft(
     or else that one. Raises DataError for rows of no known shape, ModelError for a model that does not exist, and
     ConfigError for a method that does not fit the rows.
     """
-    if method is not None:
-        method_named(method)  # raises
     given: dict[str, Any] = {"datasets": [{} for _ in data]}
     apply_overrides(given, overrides)
     tokenizer, model_config, missing = _model(model)
@@ -71,10 +68,7 @@ def draft(
     method = _method(method, fitting, refused, shapes, choose)
     found = Draft({"base_model": model} | _settings_of(method, given))
     _add_data(found, method, sources, shapes)
-    if note:
-        found.notes.append(note)
-    if missing:
-        found.notes.append(missing)
+    found.notes += filter(None, (note, missing))
     if any(shape.has_chats for shape in shapes) and tokenizer is not None and template is None:
         if any(shape.has_tools for shape in shapes) and "chat_template" not in given:
             raise ModelError(
@@ -107,9 +101,7 @@ def _read(
     """The datasets, the shapes of their rows, and the methods that train on all rows. Raises DataError."""
     sources, shapes = [], []
     for number, path in enumerate(data):
-        entries = given["datasets"]
-        own = entries[number] if isinstance(entries, list) and number < len(entries) else None
-        entry: dict[str, Any] = {"path": path, **(own if isinstance(own, dict) else {})}
+        entry: dict[str, Any] = {"path": path, **given["datasets"][number]}
         with doing(f"reading datasets.{number} ({path})"):
             parsed = DatasetEntry.model_validate({"type": "completion", **entry})
         rows = read_source(parsed)
@@ -127,11 +119,8 @@ def _read(
 
 
 def method_named(method: str) -> Method:
-    """The method of this name. Raises ConfigError for an unknown one."""
-    keys = named_methods()
-    if method not in keys:
-        raise ConfigError(f"--method: unknown method {method!r:.60}; expected one of {', '.join(keys)}.")
-    return selected_method(_selection(keys[method]))
+    """The method of this name."""
+    return selected_method(_selection(named_methods()[method]))
 
 
 def _selection(keys: dict[str, Any]) -> RunConfig:
@@ -186,16 +175,13 @@ def _method(
 ) -> str:
     """The method to use: the one that is wanted, if it can train on all rows and trains the model."""
     fitting = {name: method for name, method in fitting.items() if name not in refused}
-    if wanted in refused:
-        raise ModelError(f"--method {wanted}: {refused[wanted]}. Methods that fit: {', '.join(fitting)}.")
     if wanted is None:
         first = next(iter(fitting))
         wanted = first if choose is None or len(fitting) == 1 else choose(fitting, first)
-    if method_named(wanted) not in fitting.values():
-        words = "; ".join(dict.fromkeys(shape.words for shape in shapes))
-        raise ConfigError(
-            f"--method {wanted} does not train on these rows ({words}). Methods that do: {', '.join(fitting)}."
-        )
+    if wanted not in fitting:
+        of_rows = f"it does not train on these rows ({'; '.join(dict.fromkeys(shape.words for shape in shapes))})"
+        reason = refused.get(wanted, of_rows)
+        raise ConfigError(f"--method {wanted}: {reason}. Methods that fit: {', '.join(fitting)}.")
     return wanted
 
 
@@ -204,22 +190,15 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
     name = _EXAMPLES.get(method, method.replace("-", "_"))
     values = read_values(examples_folder() / f"{name}.yaml")
     found = {key: value for key, value in values.items() if key not in _OF_THE_EXAMPLE}
-    for section in ("ebft", "trl"):
-        default = RunConfig.model_fields[section].get_default(call_default_factory=True)
-        always = found.get(section, {}).keys() if section == "trl" else {"n_samples_per_prompt"}
-        if section in found:
-            own = found[section].items()
-            found[section] = {key: value for key, value in own if key in always or value != getattr(default, key)}
+    if "ebft" in found:
+        default = RunConfig.model_fields["ebft"].get_default(call_default_factory=True)
+        is_kept = lambda key, value: key == "n_samples_per_prompt" or value != getattr(default, key)
+        found["ebft"] = {key: value for key, value in found["ebft"].items() if is_kept(key, value)}
     for key, value in named_methods()[method].items():
         if value is not None:
             found[key] = {**value, **found.get(key, {})} if isinstance(value, dict) else value
     if method in ("grpo", "gdpo"):
         found["trl"] = {key: value for key, value in found["trl"].items() if not key.startswith("reward_")}
-        if "reward_funcs" not in (given.get("trl") or {}):
-            raise ConfigError(
-                f"--method {method} needs a function that scores completions: add "
-                "'trl.reward_funcs=[module.function]', the name of your function in a file module.py."
-            )
     if "adapter" in given and given["adapter"] is None:  # all weights
         found = {key: value for key, value in found.items() if key != "adapter" and not key.startswith("lora_")}
         found |= {"learning_rate": found["learning_rate"] / 10, "torch_dtype": "float32"}
@@ -228,9 +207,8 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _add_data(found: Draft, method: str, sources: list[GivenDataset], shapes: list[Shape]) -> None:
     """The entries of the datasets, as the method reads them, and what they are."""
-    found.notes += [
-        f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in zip(sources, shapes)
-    ]
+    pairs = zip(sources, shapes)
+    found.notes += [f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in pairs]
     found.set("datasets", [], "; ".join(found.notes))
     found.notes.append(f"Method: {method} ({method_named(method).name})")
     found.comments |= {"rl": method_named(method).name, "ebft.mode": ""}
@@ -252,10 +230,7 @@ def _hold_out(found: Draft, given: dict[str, Any], sources: list[GivenDataset]) 
         return
     count = sum(len(source.rows) for source in sources)
     if count < _FEWEST:
-        found.notes.append(
-            f"No evaluation: {count} row{'s' * (count != 1)} of data, and at least {_FEWEST} are needed to hold some "
-            "out. Add rows, or set test_datasets."
-        )
+        found.notes.append(f"No evaluation: fewer than {_FEWEST} rows ({count}). Add rows, or set test_datasets.")
         found.set("val_set_size", 0, "too few rows to hold some out; test_datasets names others")
         return
     held = min(count // 10, _MOST_HELD_OUT)

@@ -41,6 +41,7 @@ _LONGEST = 4096  # tokens of a row, unless it is set
 WINDOW = 1024  # tokens of a window of text
 _UNLIMITED = 2**20  # tokens
 _CHARACTERS = 3  # of a token, where there is no tokenizer
+_ROLLOUTS = ("n_samples_per_prompt", "generate_max_len", "max_completion_length")  # keys that are not lowered
 _ROOM = 0.7  # of the free memory: activations are estimated roughly
 
 
@@ -80,26 +81,24 @@ def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
 
 def windows(sources: list[GivenDataset]) -> int:
     """About how many windows the texts are cut into, from a sample."""
-    found = 0
+    return sum(step * math.ceil(tokens / WINDOW) for step, tokens in _estimated(sources))
+
+
+def _estimated(sources: list[GivenDataset]) -> Iterator[tuple[int, float]]:
+    """The tokens of a sample of the rows, by their characters, each with the number of rows that it stands for."""
     for source in sources:
         step = max(1, len(source.rows) // _SAMPLE)
-        sample = source.rows.select(range(0, len(source.rows), step))
-        found += step * sum(math.ceil(_count(row) / _CHARACTERS / WINDOW) for row in sample)
-    return found
+        yield from ((step, _count(row) / _CHARACTERS) for row in source.rows.select(range(0, len(source.rows), step)))
 
 
 def fit_to_memory(
     found: Draft, given: dict[str, Any], sources: list[GivenDataset], is_text: bool, tokenizer: Any, model_config: Any
 ) -> None:
     """Set the length of rows, and what fits the memory, unless they are given. Raises ConfigError for wrong values."""
-    config = RunConfig.from_dict(copy.deepcopy(found.values))
     longest = None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
     limit = min(_LONGEST, longest or _LONGEST)
     if is_text or tokenizer is None:
-        rows, lengths = None, []  # estimated from characters
-        for source in sources:
-            step = max(1, len(source.rows) // _SAMPLE)
-            lengths += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
+        rows, lengths = None, [int(tokens) for _, tokens in _estimated(sources)]
     else:
         rows, lengths = _sampled(found, sources)
     if "sequence_len" not in given:
@@ -175,16 +174,20 @@ def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_co
     """Change what lowers the memory of a step until it fits, first what leaves the step the same."""
     try:
         needed = needs(config, model_config, rows)
-        estimate = needed.of(config)
     except (ValueError, RuntimeError, AttributeError) as error:
         found.notes.append(f"Memory: cannot be estimated for this model ({shortened(str(error))})")
         return
+    estimate = needed.now
     free, where = available_memory(estimate.placed_on)
     if free is None:
         return
     while estimate.total > _ROOM * free:
-        change = next(_lowering(needed, config, given), None)
-        if change is None:
+        for _, change in changes(config, rows.step_tokens(config).loss, torch.cuda.is_available()):
+            is_given = {key.partition(".")[0] for key in change} & given.keys()
+            is_other = "adapter" in change and config.adapter is None or any(key.endswith(_ROLLOUTS) for key in change)
+            if not (is_given or is_other) and needed.of(changed(config, change)).total < estimate.total:
+                break
+        else:
             break
         config = changed(config, change)
         estimate = needed.of(config)
@@ -196,32 +199,14 @@ def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_co
     found.notes.append(f"Memory: about {gib(estimate.total)} of {gib(free)} that are free on {where}{fits}")
 
 
-def _lowering(needed: Any, config: RunConfig, given: dict[str, Any]) -> Any:
-    """Changes of keys that are not given and that lower the memory of a step, without what changes the rollouts."""
-    tokens = needed.rows.step_tokens(config).loss
-    now = needed.of(config).total
-    for _, change in changes(config, tokens, torch.cuda.is_available()):
-        sections = {key.partition(".")[0] for key in change}
-        samples = any(
-            key.endswith(("n_samples_per_prompt", "generate_max_len", "max_completion_length")) for key in change
-        )
-        if sections & given.keys() or samples or "adapter" in change and config.adapter is None:
-            continue
-        if needed.of(changed(config, change)).total < now:
-            yield change
-
-
 _WIDTH = 118
 _FIRST = ("Model", "Data", "Method", "Adapter")  # groups at the beginning of a file
-_HEADING = """\
-# Written by `{command}`.
-# Paths are relative to the folder in which ebft is started. `ebft config` describes all keys.
-"""
+_PATHS = "# Paths are relative to the folder in which ebft is started. `ebft config` describes all keys."
 
 
 def written_by(command: Sequence[str]) -> str:
     """The line of a file that says which command wrote it."""
-    return _heading(command).partition("\n")[0]
+    return f"# Written by `{_in_one_line(shlex.join(command))}`."
 
 
 def render(draft: Draft, command: Sequence[str]) -> str:
@@ -232,7 +217,7 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     comments |= {
         key: "" for key in ("base_model", "datasets.N.path", "test_datasets.N.path") if key not in draft.comments
     }
-    left, lines = dict(draft.values), [_heading(command)]
+    left, lines = dict(draft.values), [written_by(command), _PATHS, ""]
     titles = [*_FIRST, *(title for title in GROUPS if title not in _FIRST)]
     for title in titles:
         part = {key: left.pop(key) for key in GROUPS[title].model_fields if key in left}
@@ -242,10 +227,6 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     text = "\n".join(lines).rstrip() + "\n"
     check_runnable(RunConfig.from_dict(parse_yaml(text)), elsewhere=True)
     return text
-
-
-def _heading(command: Sequence[str]) -> str:
-    return _HEADING.format(command=_in_one_line(shlex.join(command)))
 
 
 def _in_one_line(text: str) -> str:

@@ -53,18 +53,11 @@ def shape_of(rows: Dataset, source: str, chat_template: str | None) -> Shape:
     columns: dict[str, Any] = dict.fromkeys(rows.column_names)  # with the first value of each that is there
     for row in rows.select(range(min(_LOOKED_AT, len(rows)))):
         columns |= {name: value for name, value in row.items() if columns[name] in (None, "", []) and value is not None}
-    found = next(_found(columns, chat_template), None)
-    if found is not None:
+    for found in _found(columns, chat_template):
         left = [name for name in columns if name not in found.reads] if found.reads else []
         more = f"; not read: {shortened(', '.join(left))}" if left else ""
         return found._replace(words=f"{found.words}{more}")
-    names = {bool: "true or false", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
-    names |= {type(None): "empty"}
-    kinds = {
-        name: "messages" if _messages(value) else names.get(type(value), type(value).__name__)
-        for name, value in columns.items()
-    }
-    seen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+    seen = ", ".join(f"{name} ({type(value).__name__})" for name, value in columns.items())
     names = " or ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS[:4])
     raise DataError(
         f"{source}: the columns {shortened(seen)} are of no known shape. Needed are: text; a prompt and a completion "
@@ -122,13 +115,11 @@ def _compared(columns: dict[str, Any], texts: list[str], template: str | None) -
         return
     words, named = f"pairs of a better and a worse completion ({', '.join(pair)})", pair == _PREFERRED[0]
     if _messages(columns[pair[0]]):
-        entry: dict[str, Any] = {"type": "chat_template.argilla_chat"}
-        if _messages(columns.get("messages")):
-            entry = {"type": "chat_template.default"}
-        elif _messages(columns.get("prompt")):
-            entry = {"type": "passthrough"}
-        if not named:
-            entry |= dict(zip(("field_chosen", "field_rejected"), pair))
+        kinds = {"messages": "chat_template.default", "prompt": "passthrough"}
+        kind = next(
+            (kind for name, kind in kinds.items() if _messages(columns.get(name))), "chat_template.argilla_chat"
+        )
+        entry = {"type": kind, **({} if named else dict(zip(("field_chosen", "field_rejected"), pair)))}
         entries: dict[Rows, dict[str, Any]] = {"preferences": entry}
         if named and "prompt" not in texts and "messages" not in columns:
             entries["comparisons"] = {"type": "bradley_terry.chat_template"}
@@ -186,19 +177,11 @@ def _chats(columns: dict[str, Any]) -> Iterator[Shape]:
         entry["field_tools"] = tools
     reads = (*(["prompt", answer or ""] if is_prompted else [name]), "system", tools or "tools", ROW_KWARGS)
     words = f"chats ({f'prompt, {answer}' if is_prompted else name}){f' with tools ({tools})' if tools else ''}"
-    if not is_prompted and {str(each.get(role)) for each in messages} <= {"user", "human", "system"}:
-        entry["type"] = "ebft_chat_multiturn.transform"
-        yield Shape(
-            f"{words} without answers",
-            {"prompts": entry},
-            has_chats=True,
-            has_references=False,
-            has_tools=tools is not None,
-            reads=reads,
-        )
-    else:
-        kinds = dict.fromkeys(_KINDS, entry)
-        yield Shape(words, kinds, has_chats=True, has_tools=tools is not None, reads=reads)
+    has_answers = is_prompted or not {str(each.get(role)) for each in messages} <= {"user", "human", "system"}
+    if not has_answers:
+        words, entry["type"] = f"{words} without answers", "ebft_chat_multiturn.transform"
+    kinds = dict.fromkeys(_KINDS if has_answers else ("prompts",), entry)
+    yield Shape(words, kinds, True, has_references=has_answers, has_tools=tools is not None, reads=reads)
 
 
 def _pairs(texts: list[str], template: str | None) -> Iterator[Shape]:
