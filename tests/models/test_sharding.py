@@ -1,6 +1,6 @@
 """Settings of FSDP, and weights of checkpoints in models without it.
 
-Those of two processes are tested in tests/run/test_sharded.py, sharded models in tests/structured and tests/strided.
+Runs of two processes are in tests/run/test_sharded.py, sharded models in tests/structured.
 """
 
 from types import SimpleNamespace

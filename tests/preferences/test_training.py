@@ -20,21 +20,6 @@ def weights(folder):
     return load_file(path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "adapter"), [
-    ("dpo", True), ("dpo", False), ("kto", True), ("kto", False), ("orpo", True), ("simpo", False)])  # fmt: skip
-def test_a_resumed_run_is_the_unbroken_one(method, adapter, tmp_path):
-    """A log in the middle of which the run is resumed, and an evaluation after it."""
-    write_inputs(tmp_path)
-    keys = {"max_steps": 5, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2, "val_set_size": 2}
-    whole = trained(method, tmp_path, adapter, **keys, eval_steps=5)
-    again = trained(method, tmp_path, adapter, **keys, eval_steps=5, output_dir=str(tmp_path / "again"),
-                    resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))  # fmt: skip
-    assert logged(again) == logged(whole)
-    first, second = weights(tmp_path / "out"), weights(tmp_path / "again")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "sft"])
 def test_metrics_of_an_incomplete_micro_batch_are_means_over_rows(method, tmp_path):
     """Three rows as 2 + 1 and as one batch; the loss `sft` is a mean over tokens, so its weights are equal too."""

@@ -382,22 +382,6 @@ def test_schedule_free_optimizers_save_and_evaluate_their_result(tmp_path):
     torch.testing.assert_close(saved[name.replace(".default", "")], wanted)
 
 
-@pytest.mark.parametrize("trained", ["default", "other"])
-def test_each_of_two_adapters_is_resumed_from_its_own_file(trained, tmp_path):
-    def built(steps):
-        model = with_lora(tiny_model("llama"))
-        model.add_adapter("other", LoraConfig(r=3, target_modules=["v_proj"], task_type="CAUSAL_LM"))
-        model.set_adapter(trained)
-        return make(tmp_path, model, save_strategy="steps", save_steps=2, max_steps=steps, lr_scheduler_type="constant")
-
-    whole = built(3)
-    whole.train()
-    resumed = built(3)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for (name, ours), theirs in zip(whole.model.named_parameters(), resumed.model.parameters()):
-        assert torch.equal(ours, theirs), name
-
-
 @pytest.mark.slow
 def test_looking_at_a_step_does_not_change_training(tmp_path):
     def losses(looks):
