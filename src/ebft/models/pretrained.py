@@ -104,8 +104,6 @@ def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[st
     if isinstance(model, str):
         with doing(f"loading the model {model}"):
             model = pretrained_model(find_model(model, "model"), **(options or {}))
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):

@@ -6,7 +6,7 @@ processes take part equally often.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,12 @@ def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
         _load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
         return
     if not isinstance(model, PeftModel):
-        _copy(_converted(model, folder), model, model.state_dict(), folder)
+        with _files(folder, _MODEL) as files:
+            groups = weight_groups(model, files.weights)
+            for key in [group.keys[0] for group in groups if not group.names][:1]:
+                raise ModelError(f"{folder} has the weight {key}, which the model has not. {_SAME}")
+            read = lambda group: convert_weights(model, group, {key: files.read(key) for key in group.keys}).items()
+            _copy((pair for group in groups for pair in read(group)), model, model.state_dict(), folder)
         return
     for name in model.peft_config:
         inside = folder / name
@@ -222,16 +227,6 @@ def _load_parts(state: dict[str, Any], folder: Path) -> None:
 
 def _files(folder: Path, pattern: str) -> WeightFiles:
     return WeightFiles(sorted(folder.glob(pattern)))
-
-
-def _converted(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a full model in a folder, by their names in the model."""
-    with _files(folder, _MODEL) as files:
-        for group in weight_groups(model, files.weights):
-            if not group.names:
-                raise ModelError(f"{folder} has the weight {group.keys[0]}, which the model has not. {_SAME}")
-            weights = {key: files.read(key) for key in group.keys}
-            yield from convert_weights(model, group, weights).items()
 
 
 def _copy(weights: Iterable[tuple[str, Tensor]], model: nn.Module, targets: dict[str, Tensor], folder: Path) -> None:

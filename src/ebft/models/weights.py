@@ -223,7 +223,13 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, even if the model does not have it.
     count = metadata["tokenizer.ggml.tokens"]
     backend["added_tokens"] = [token for token in backend["added_tokens"] if token["id"] < count]
-    backend["pre_tokenizer"] = _splitting(backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre"), name)
+    # transformers splits like GPT-2 where it does not know the pre-tokenizer with which merges were learned.
+    used, kind = backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre")
+    if used is not None and used["type"] == "ByteLevel" and kind in _SINGLE_DIGITS:
+        digits = {"type": "Digits", "individual_digits": True}
+        backend["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, used]}
+    elif used is not None and used["type"] == "ByteLevel" and kind not in (None, *_LIKE_GPT2):
+        warn(f"{name}: the pre-tokenizer {kind!r} is not supported: tokens may differ; set tokenizer_config.")
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
@@ -231,16 +237,6 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
         **{key: token for key, token in loaded.special_tokens_map.items() if key.endswith("_token")},
         **({} if adds_bos is None else {"add_bos_token": adds_bos}),
     )
-
-
-def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
-    """The pre-tokenizer with which merges were learned: transformers splits like GPT-2 if it does not know `kind`."""
-    if used is None or used["type"] != "ByteLevel" or kind is None or kind in _LIKE_GPT2:
-        return used
-    if kind in _SINGLE_DIGITS:
-        return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, used]}
-    warn(f"{name} uses the pre-tokenizer {kind!r}, which is not supported: tokens may differ; set tokenizer_config.")
-    return used
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -87,16 +87,11 @@ class Float32Results(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             dtype = head_dtype(weight)
             if dtype in _HALF and type(weight) in PLAIN and weight.is_floating_point():
-                return _Float32Linear.apply(x, weight, bias, self._round(weight, dtype))
+                kept = self._rounded.get(id(weight), (weight, weight._version, weight))
+                if kept[1] != weight._version or kept[2].dtype != dtype:
+                    kept = self._rounded[id(weight)] = weight, weight._version, weight.detach().to(dtype)
+                return _Float32Linear.apply(x, weight, bias, kept[2])
         return func(*args, **(kwargs or {}))
-
-    def _round(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if weight.dtype == dtype:
-            return weight
-        _, version, _ = self._rounded.get(id(weight), (None, None, None))
-        if version != weight._version:
-            self._rounded[id(weight)] = weight, weight._version, weight.detach().to(dtype)
-        return self._rounded[id(weight)][2]
 
 
 class _Float32Linear(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
 from ebft.data.batches import DocumentCollator, PackedRows
 from ebft.data.lengths import arrays_of
-from ebft.errors import ConfigError, DataError
+from ebft.errors import DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
@@ -32,14 +32,16 @@ from ebft.transformers_internals import override_attn_implementation, use_one_gp
 
 def check_trainer_arguments(args: Any, trainer_kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for arguments of the transformers Trainer that are not supported in strided mode."""
-    if args.neftune_noise_alpha is not None:
-        raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it")
     load_whole()
-    if args.label_smoothing_factor:
-        raise ConfigError("label_smoothing_factor is not used in the EBFT loss. Remove it, or use ce_coef")
+    given = {
+        "neftune_noise_alpha": args.neftune_noise_alpha,
+        "label_smoothing_factor": args.label_smoothing_factor or None,
+    }
     for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
-        if trainer_kwargs.get(name) is not None:
-            raise ConfigError(f"{name} is not supported by StridedEBFTTrainer. Remove it")
+        given[name] = trainer_kwargs.get(name)
+    rules.refuse(
+        f"{name} is not supported by StridedEBFTTrainer. Remove it" for name in given if given[name] is not None
+    )
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
@@ -56,13 +58,12 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
     """
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
     ruling_out |= {"fp16": args.fp16, "reentrant gradient checkpointing": args.gradient_checkpointing and reentrant}
-    given = [name for name, is_on in ruling_out.items() if is_on]
-    if args.grad_norms_every and given:
-        raise ConfigError(
-            f"grad_norms_every is incompatible with {', '.join(given)}: the gradient of a single loss term is not "
-            "available from sharded, scaled or reentrant backward passes. Set grad_norms_every to 0, or disable the "
-            "other option"
-        )
+    rules.refuse(
+        f"grad_norms_every is incompatible with {name}: the gradient of a single loss term is not available from "
+        "sharded, scaled or reentrant backward passes. Set grad_norms_every to 0, or disable the other option"
+        for name, is_on in ruling_out.items()
+        if args.grad_norms_every and is_on
+    )
 
 
 def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions) -> Any:
