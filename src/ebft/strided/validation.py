@@ -33,15 +33,10 @@ from ebft.transformers_internals import override_attn_implementation, use_one_gp
 def check_trainer_arguments(args: Any, trainer_kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for arguments of the transformers Trainer that are not supported in strided mode."""
     load_whole()
-    given = {
-        "neftune_noise_alpha": args.neftune_noise_alpha,
-        "label_smoothing_factor": args.label_smoothing_factor or None,
-    }
-    for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
-        given[name] = trainer_kwargs.get(name)
-    rules.refuse(
-        f"{name} is not supported by StridedEBFTTrainer. Remove it" for name in given if given[name] is not None
-    )
+    names = ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics")
+    given = [name for name in ("neftune_noise_alpha", "label_smoothing_factor") if getattr(args, name)]
+    given += [name for name in names if trainer_kwargs.get(name) is not None]
+    rules.refuse(f"{name} is not supported by StridedEBFTTrainer. Remove it" for name in given)
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
