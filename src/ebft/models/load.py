@@ -294,13 +294,11 @@ def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None
 
 
 def usable_quantisation(config: Settings) -> Settings:
-    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes. Raises
-    ModelError if there is a GPU."""
-    if not _is_quantised(config) or importlib.util.find_spec("bitsandbytes") is not None:
+    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes."""
+    has_package = importlib.util.find_spec("bitsandbytes") is not None
+    if not _is_quantised(config) or has_package or torch.cuda.is_available():
         return config
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
-    if torch.cuda.is_available():
-        raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
     dtype = str(weights_dtype(config)).removeprefix("torch.")
     warn(f"{key} has no effect: bitsandbytes is missing (pip install 'ebft[qlora]'). Weights are {dtype}.")
     return config.model_copy(update=_UNQUANTISED)
