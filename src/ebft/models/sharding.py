@@ -63,26 +63,26 @@ def keep_head(causal_lm: PreTrainedModel) -> None:
             deepspeed.zero.register_external_parameter(causal_lm, parameter)
 
 
-def is_enabled(accelerator: Any) -> bool:
-    """Whether the accelerator shards the models that it prepares."""
-    return _plugin(accelerator) is not None
-
-
 def saves_parts(accelerator: Any) -> bool:
     """Whether every process saves its own part of checkpoints."""
     plugin = _plugin(accelerator)
     return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
 
 
-def shard_on_cpu(accelerator: Any, plugin: utils.FullyShardedDataParallelPlugin) -> None:
-    """Make an accelerator shard models over processes on CPU, where accelerate ignores its plugin for FSDP."""
-    state = accelerator.state
-    if state.distributed_type != utils.DistributedType.MULTI_CPU:
-        return
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
-    state.fsdp_plugin = plugin
-    state.distributed_type = PartialState().distributed_type = utils.DistributedType.FSDP
+def set_up(accelerator: Any, settings: dict[str, Any]) -> bool:
+    """Make an accelerator shard models over processes, also on CPU, where accelerate ignores its plugin for FSDP.
+
+    Returns whether it does. From here on, `load_complete` keeps weights on every process: only the policy gets them
+    later.
+    """
+    plugin, state = utils.FullyShardedDataParallelPlugin(**settings), accelerator.state
+    if state.distributed_type == utils.DistributedType.MULTI_CPU:
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+        state.fsdp_plugin = plugin
+        state.distributed_type = PartialState().distributed_type = utils.DistributedType.FSDP
+    utils.disable_fsdp_ram_efficient_loading()
+    return _plugin(accelerator) is not None
 
 
 def load_on_first_process(args: Any) -> None:
@@ -90,11 +90,6 @@ def load_on_first_process(args: Any) -> None:
     others have zeros until the model is sharded, when they receive their parts."""
     if args.fsdp and (args.fsdp_plugin_args or {}).get("cpu_ram_efficient_loading"):
         utils.enable_fsdp_ram_efficient_loading()
-
-
-def load_on_every_process() -> None:
-    """Make `load_complete` keep weights on every process from here on: only the policy receives them later."""
-    utils.disable_fsdp_ram_efficient_loading()
 
 
 def check_version(accelerator: Any, compares_weights: bool = False) -> None:

@@ -132,7 +132,14 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
             warn(f"chat_template: {choice}: the template of the tokenizer is used.")
     else:
         with doing(f"using chat_template: {choice!r:.100}"):
-            template = _custom(choice)
+            path, template = Path(choice).expanduser(), choice
+            if "{{" not in choice and "{%" not in choice:
+                if not path.is_file():
+                    raise ModelError(
+                        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*NAMES, KEEP])}, "
+                        f"or {FALLBACK}NAME), the path of a file, or Jinja text (chat_template_jinja)."
+                    )
+                template = path.read_text(encoding="utf-8")
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
             _replace(tokenizer, choice, template)
 
@@ -144,15 +151,3 @@ def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> 
     tokenizer.chat_template = template
     what = choice if choice in NAMES else f"{choice!r:.60}"
     warn_of_split_markers(f"chat_template: {what}", split_by_template(tokenizer))
-
-
-def _custom(choice: str) -> str:
-    if "{{" in choice or "{%" in choice:
-        return choice
-    path = Path(choice).expanduser()
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    raise ModelError(
-        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*NAMES, KEEP])}, or "
-        f"{FALLBACK}NAME), the path of a file, or Jinja text (chat_template_jinja)."
-    )

@@ -313,10 +313,18 @@ class StridedEBFTTrainer(OverTrainer):
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             dataset = usable_rows("eval_dataset", dataset, self.model, self.block_options)
         self.use_result()
+        batches = self.callback_handler.eval_dataloader = self._held_out_batches(dataset)
+
+        def with_progress() -> Iterator[Any]:  # after each, callbacks such as the progress bar, as in Trainer
+            for inputs in batches:
+                self._held_out_rows.begin_batch()
+                yield inputs
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
         metrics = held_out_metrics(
             self._sampling_policy(self.model_wrapped),
             self.feature_network,
-            self._with_progress(self._held_out_batches(dataset)),
+            with_progress(),
             block_options=self.block_options,
             seed=self.args.seed,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
@@ -329,14 +337,6 @@ class StridedEBFTTrainer(OverTrainer):
         self.log(logs)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
-
-    def _with_progress(self, batches: Any) -> Iterator[Any]:
-        """Yield the batches, and call callbacks after each, such as the progress bar, as Trainer's evaluation does."""
-        self.callback_handler.eval_dataloader = batches
-        for inputs in batches:
-            self._held_out_rows.begin_batch()
-            yield inputs
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _held_out_batches(self, dataset: Any) -> Any:
         """Return this rank's share of the held-out rows, each row exactly once.

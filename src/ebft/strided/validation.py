@@ -166,7 +166,11 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
             check_distant_tokens(causal_lm)
     features = network.causal_lm
     with refusing(features), evaluating(features):
-        compare(features, "strided hidden states", _state_differences(network, documents, layout, rollouts))
+        ours = layout_states(network, documents, layout, rollouts)
+        plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
+        unit = lambda states: torch.nn.functional.normalize(states[:length].float(), dim=-1)  # of the document
+        differences = [(unit(a) - unit(b[0].to(a.device))).norm(dim=-1) for a, b in zip(ours, plain)]
+        compare(features, "strided hidden states", torch.stack(differences))
         if type(features) is not type(causal_lm):
             check_distant_tokens(prepare(features))
 
@@ -181,14 +185,3 @@ def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout,
         logp = causal_lm(input_ids=sequences, use_cache=False).logits[:, anchor - 1 : -1].float().log_softmax(-1)
         expected[b] = logp.gather(-1, sequences[:, -g:, None]).squeeze(-1)
     return expected
-
-
-def _state_differences(
-    network: FeatureNetwork, documents: Documents, layout: StridedLayout, rollouts: Tensor
-) -> Tensor:
-    """Return the differences of the document's L2-normalised states from `output_hidden_states`, at each depth."""
-    ours = layout_states(network, documents, layout, rollouts)
-    plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
-    s = len(documents.tokens)
-    unit = lambda states: torch.nn.functional.normalize(states.float(), dim=-1)
-    return torch.stack([(unit(a[:s]) - unit(b[0].to(a.device))).norm(dim=-1) for a, b in zip(ours, plain)])
