@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.golden.runs import is_of_the_machine
-from tests.preferences.runs import TRAINERS, pairs, trained, write_inputs
+from tests.preferences.runs import pairs, trained, write_inputs
 from tests.preferences.test_losses import completions
 
 
@@ -61,17 +61,3 @@ def test_batches_of_kto_are_shuffled_unless_pairs_are_fixed(precompute, tmp_path
     sets = {frozenset(map(frozenset, batches)) for batches in epochs}
     assert len(sets) == 1 if precompute else len(sets) > 1
     assert not list((tmp_path / "p").rglob("cache-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", TRAINERS)
-def test_prepared_rows_are_left_as_they_are(method, tmp_path):
-    write_inputs(tmp_path)
-    prepared = tmp_path / "prepared"
-    keys = {"val_set_size": 2, "dataset_prepared_path": str(prepared), "max_steps": 2}
-    plain = trained(method, tmp_path, **{**keys, "dataset_prepared_path": None})
-    first = trained(method, tmp_path, **keys)
-    files = sorted(path for path in prepared.rglob("*") if path.is_file())
-    second = trained(method, tmp_path, **keys)
-    assert sorted(path for path in prepared.rglob("*") if path.is_file()) == files
-    assert logged(plain) == logged(first) == logged(second)
