@@ -1,4 +1,4 @@
-"""DPO, IPO and KTO: TRL's trainers with the budget, checks and checkpoints of all methods, and what all of them share.
+"""DPO, IPO and KTO: TRL's trainers with the budget, checks and checkpoints of all methods, and what all methods share.
 
 What TRL logs is kept in checkpoints, and weighted by the rows or tokens of each batch.
 """
