@@ -497,8 +497,10 @@ def choose_tokens(
                 numbers.append(number + count)
                 edges.append(row + rows.start)
                 count += len(row)
+        del softmax  # before the next chunk has its logits
         of_slopes = None
         if slopes:
+            del probabilities
             if differentiates:
                 values = torch.autograd.grad(with_graph, x, grad_logits[:count])[0]
             else:

@@ -113,12 +113,8 @@ class SumInForward(torch.autograd.Function):
             x = states[rows].detach().requires_grad_()
             with torch.enable_grad():
                 logits = head.logits(x)
-            grad_logits = torch.empty_like(logits)
-            for tile in tiles(logits):
-                softmax, tokens = Softmax(logits.detach()[tile], 1.0), targets[rows][tile]
-                logps = softmax.logps(tokens)
-                total -= logps.sum()
-                grad_logits[tile] = grad_of_logits(softmax.probabilities, tokens, -torch.ones_like(logps), 1.0)
+            losses, grad_logits = _with_gradient(logits.detach(), targets[rows])
+            total += losses
             found = torch.autograd.grad(logits, (x, *trained), grad_logits, allow_unused=True)
             grad_states[rows] = found[0]
             for so_far, part in zip(grads, found[1:]):
@@ -133,3 +129,14 @@ class SumInForward(torch.autograd.Function):
         grad_states, *grads = (each.mul_(grad.to(each.dtype)) for each in ctx.gradients)
         ctx.gradients = None
         return grad_states, None, None, *grads
+
+
+def _with_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropies of targets (R, 1), and their gradients (R, V); the softmax is freed on return."""
+    total, grad = logits.new_zeros((), dtype=torch.float32), torch.empty_like(logits)
+    for rows in tiles(logits):
+        softmax, tokens = Softmax(logits[rows], 1.0), targets[rows]
+        logps = softmax.logps(tokens)
+        total -= logps.sum()
+        grad[rows] = grad_of_logits(softmax.probabilities, tokens, -torch.ones_like(logps), 1.0)
+    return total, grad
