@@ -23,8 +23,7 @@ from transformers.models.gptj import modeling_gptj
 
 from ebft.distillation import SDFTTrainer
 from ebft.preferences.experimental import CPOTrainer, ORPOTrainer, PreparedBatches
-from ebft.preferences.trainers import DPOTrainer, HasReference, KTOTrainer
-from ebft.preferences.trl import KeepsMetrics
+from ebft.preferences.trainers import DPOTrainer, HasReference, KeepsMetrics, KTOTrainer
 from ebft.reward_models import ProcessRewardTrainer, RewardModelTrainer
 from ebft.sft.trainer import SFTTrainer
 from ebft.strided import StridedEBFTTrainer

@@ -28,9 +28,6 @@ def test_best_of_is_the_mean_over_all_subsets(k):
     values = [[0.3, -1.0, 2.0, 0.3, 0.7], [1.0, 1.0, 0.0, 0.0, 0.0]]
     expected = [sum(max(subset) for subset in itertools.combinations(row, k)) / math.comb(5, k) for row in values]
     assert best_of(torch.tensor(values), k).tolist() == pytest.approx(expected)
-    for wrong in (0, 6):
-        with pytest.raises(ValueError, match=f"pass@{wrong}"):
-            best_of(torch.zeros(5), wrong)
 
 
 def test_feature_scores_by_hand():

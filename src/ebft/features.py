@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,32 +40,20 @@ def _mean(features: Tensor, lengths: Tensor | None) -> Tensor:
     return features.mean(-2)  # of the same direction as the mean of the tokens alone
 
 
-def _last(features: Tensor, lengths: Tensor | None) -> Tensor:
-    return _at(features, _lengths(features, lengths) - 1)
-
-
-def _quarters(features: Tensor, lengths: Tensor | None) -> Tensor:
-    lengths = _lengths(features, lengths)
-    return _at(features, *(lengths * quarter // 4 for quarter in (1, 2, 3)))
-
-
-def _lengths(features: Tensor, lengths: Tensor | None) -> Tensor:
-    *shape, g, _ = features.shape
-    return torch.full(shape, g, device=features.device) if lengths is None else lengths
-
-
-def _at(features: Tensor, *places: Tensor) -> Tensor:
-    index = torch.stack(places, -1).unsqueeze(-1).expand(*places[0].shape, len(places), features.shape[-1])
-    return features.gather(-2, index).flatten(-2)
+def _at(places: Callable[[Tensor], tuple[Tensor, ...]], features: Tensor, lengths: Tensor | None) -> Tensor:
+    """The features of the tokens at the places of a block, which depend on its length, one after the other."""
+    *shape, g, dimension = features.shape
+    found = torch.stack(places(torch.full(shape, g, device=features.device) if lengths is None else lengths), -1)
+    return features.gather(-2, found.unsqueeze(-1).expand(*found.shape, dimension)).flatten(-2)
 
 
 # Methods by the names that `ebft.config.options` declares: of a block's features (..., G, D), and the number of its
 # tokens (...), the first ones (all if None), to an embedding (..., any dimension), which is normalised afterwards.
 POOLING: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
-    "last_token": _last,
+    "last_token": partial(_at, lambda length: (length - 1,)),
     "mean_pooling": _mean,
     "completion_mean": _mean,
-    "concat": _quarters,
+    "concat": partial(_at, lambda length: tuple(length * quarter // 4 for quarter in (1, 2, 3))),
 }
 # These pool the prompt of a full completion as well.
 WITH_PROMPT = ("mean_pooling",)

@@ -27,9 +27,9 @@ _MAX_EXPONENT = 700.0  # exp() of larger float64 values overflows
 def feature_scores(
     phi: Tensor,
     phi_ref: Tensor,
-    *,
     alignment_coef: float,
     diversity_coef: float,
+    *,
     pass_at: Iterable[int],
     computed_in: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
@@ -71,11 +71,9 @@ def best_of(values: Tensor, k: int) -> Tensor:
     """Return the expected maximum of k of the N values (..., N), drawn without replacement: (...).
 
     For values of 0 and 1, this is the usual unbiased pass@k, `1 - C(N - c, k) / C(N, k)`; for k = 1 the mean, for
-    k = N the maximum. Raises ValueError unless 1 <= k <= N.
+    k = N the maximum. k is from 1 to N.
     """
     n = values.shape[-1]
-    if not 1 <= k <= n:
-        raise ValueError(f"invalid k of pass@{k}; expected a value from 1 to the number of samples {n}")
     ways = torch.tensor([math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)], dtype=torch.float64)
     return (values.double().sort(-1).values * ways.to(values.device)).sum(-1).to(values.dtype)
 

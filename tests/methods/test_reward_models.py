@@ -77,17 +77,6 @@ def test_ebft_evaluate_refuses_and_names_what_to_use(make, kind):  # noqa: F811
         evaluate(make(kind))
 
 
-def test_debug_shows_what_is_scored(ebft, make, tmp_path):  # noqa: F811
-    make("outcome")
-    found = ebft("preprocess", tmp_path / "run.yaml", "--debug", "-n", "1")
-    texts = ("chosen", "rejected", "scored at: token", r"'\\n'", "<|im_start|>(-100, 2)")
-    assert found.exit_code == 0 and all(text in plain(found.stdout) for text in texts), found.output
-    make("process", val_set_size=0, eval_steps=None, shuffle_merged_datasets=False)
-    text = plain(ebft("preprocess", tmp_path / "run.yaml", "--debug", "-n", "2").stdout)
-    assert "classes of steps: 1, 0" in text  # of the second row
-    assert r"\n(1, " in text and r"\n(0, " in text and "A(-100, " in text
-
-
 @pytest.mark.parametrize(("kind", "flag", "tag", "task"), [
     ("outcome", "reward_model", "reward-model", "text-classification"),
     ("process", "process_reward_model", "process-reward-model", "token-classification")])  # fmt: skip

@@ -5,10 +5,9 @@ import math
 import warnings
 
 import pytest
-import torch
 
 from ebft import train
-from ebft.data.batches import PackedRows, pack_and_report
+from ebft.data.batches import PackedRows
 from ebft.run.config.schema import RunConfig
 from ebft.tools.doctor.rows import LongestRows
 
@@ -40,39 +39,6 @@ def test_steps_are_counted_in_packed_rows(make, capsys):
     assert f"Packed 12 rows into {len(rows)} rows of up to 64 tokens" in capsys.readouterr().err
     assert trainer.state.max_steps == 2 * math.ceil(len(rows) / 2)
     assert trainer.budget.totals["documents"] == 24
-
-
-def test_one_packed_row_is_no_plural(capsys):
-    pack_and_report([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}], 8)
-    assert "Packed 2 rows into 1 row of up to 8 tokens (50% full)" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def one_step(make):
-    """`one_step(**keys)`: the trainer after one step over all documents."""
-    keys = {"gradient_accumulation_steps": 16, "num_epochs": 1, "eval_steps": 1, "lr_scheduler": "constant"}
-    keys |= {"learning_rate": 1e-2, "adam_epsilon": 1e-4, "torch_dtype": "float32", "val_set_size": 4}
-    return lambda **more: train(make(**keys, **more)).trainer
-
-
-@pytest.fixture(scope="module")
-def padded(one_step):
-    return one_step()
-
-
-@pytest.mark.parametrize("keys", [
-    {"sample_packing": True}, {"batch_flattening": True}, {"sample_packing": True, "batch_flattening": True}
-])  # fmt: skip
-def test_one_step_over_all_documents_is_that_of_padded_batches(one_step, padded, keys):
-    """The weights after a step, and the held-out losses, differ by rounding only."""
-    ours = one_step(**keys)
-    assert ours.state.max_steps == padded.state.max_steps == 1
-    assert packed(ours) == (keys.get("sample_packing", False),) * 2 and packed(padded) == (False, False)
-    for name in ("loss", "grad_norm", "eval_ce_loss", "eval_ce_loss_all"):
-        a, b = (next(log[name] for log in t.state.log_history if name in log) for t in (ours, padded))
-        assert a == pytest.approx(b, rel=1e-5), name
-    for (name, a), b in zip(ours.model.named_parameters(), padded.model.parameters()):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0, msg=name)
 
 
 def packed(trainer):

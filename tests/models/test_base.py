@@ -92,17 +92,21 @@ FOUR_BITS = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_alpha"
 BITSANDBYTES = {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "bfloat16"}
 
 
-def test_settings_of_bitsandbytes(make_config, monkeypatch):
+EIGHT_BITS = {**FOUR_BITS, "adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}
+DEFAULTS = {"quant_type": "nf4", "use_double_quant": True, "compute_dtype": torch.float32, "quant_storage": torch.uint8}
+
+
+@pytest.mark.parametrize(("keys", "given", "expected"), [
+    (FOUR_BITS, {**BITSANDBYTES, "blocksize": 64},
+     {"use_double_quant": False, "quant_type": "fp4", "quant_storage": torch.bfloat16}),
+    (FOUR_BITS, {"bnb_4bit_compute_dtype": "bfloat16"}, {"compute_dtype": torch.bfloat16}),
+    (EIGHT_BITS, {"llm_int8_threshold": 5.0}, {}),
+])  # fmt: skip
+def test_settings_of_bitsandbytes(make_config, monkeypatch, keys, given, expected):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    found = quantisation_config(make_config(**FOUR_BITS, bnb_config_kwargs={**BITSANDBYTES, "blocksize": 64}))
-    assert (found.bnb_4bit_use_double_quant, found.bnb_4bit_quant_type) == (False, "fp4")
-    assert (found.bnb_4bit_quant_storage, found.bnb_4bit_compute_dtype) == (torch.bfloat16, torch.float32)
-    found = quantisation_config(make_config(**FOUR_BITS, bnb_config_kwargs={"bnb_4bit_compute_dtype": "bfloat16"}))
-    assert (found.bnb_4bit_use_double_quant, found.bnb_4bit_quant_type) == (True, "nf4")
-    assert (found.bnb_4bit_quant_storage, found.bnb_4bit_compute_dtype) == (torch.uint8, torch.bfloat16)
-    keys = {"adapter": "lora", "load_in_8bit": True, "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
-    found = quantisation_config(make_config(**keys, bnb_config_kwargs={"llm_int8_threshold": 5.0}))
-    assert found.load_in_8bit and found.llm_int8_threshold == 5.0
+    found = quantisation_config(make_config(**keys, bnb_config_kwargs=given))
+    assert {name: getattr(found, f"bnb_4bit_{name}") for name in DEFAULTS} == DEFAULTS | expected
+    assert (found.load_in_8bit, found.llm_int8_threshold) == ((True, 5.0) if keys is EIGHT_BITS else (False, 6.0))
 
 
 def test_a_model_with_settings_of_bitsandbytes(make_config, tokenizer):

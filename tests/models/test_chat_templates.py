@@ -18,60 +18,49 @@ TURNS = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "See you"},
 ]
-CHATML = """<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant
-Hello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"""
-GEMMA = """BOS<start_of_turn>user\nBe brief\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>
-<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"""
-PHI = """<|system|>\nBe brief<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>
-Hello<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n"""
-# The system prompt and three turns with the start of a reply, and what is trained on in all turns.
+
+
+def written(system, user, start, end, space=""):
+    """The system prompt and three turns with the start of a reply, and what is trained on in all turns."""
+    hello, see_you = (f"{space}{text}{end}" for text in ("Hello", "See you"))
+    return system + user.format("Hi") + start + hello + user.format("Bye") + start, hello + see_you
+
+
+CHATML = ("<|im_start|>system\nBe brief<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n",
+          "<|im_end|>\n")  # fmt: skip
+GEMMA = "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>\n"
+PHI = "<|system|>\nBe brief<|end|>\n", "<|user|>\n{}<|end|>\n", "<|assistant|>\n", "<|end|>\n"
+TURN = "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>".format
+WITH_SYSTEM = [text.replace("Hi", "Be brief\n\nHi", 1) for text in written("BOS", *GEMMA)]
+# Mistral's have the system prompt in the last turn of the user.
 FORMATS = {
-    "alpaca": (
-        "BOSBe brief\n\n### Instruction:\nHi\n\n### Response:\nHelloEOS\n\n### Instruction:\nBye\n\n### Response:\n",
-        "HelloEOS\n\nSee youEOS\n\n",
-    ),
-    "chatml": (CHATML, "Hello<|im_end|>\nSee you<|im_end|>\n"),
-    "cohere": (
-        "BOS<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be brief<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>"
-        "Hi<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>Hello<|END_OF_TURN_TOKEN|>"
-        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Bye<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-        "Hello<|END_OF_TURN_TOKEN|>See you<|END_OF_TURN_TOKEN|>",
-    ),
-    "deepseek_v2": ("BOSBe brief\n\nUser: Hi\n\nAssistant: HelloEOSUser: Bye\n\nAssistant:", " HelloEOS See youEOS"),
-    "deepseek_v3": ("BOSBe brief<｜User｜>Hi<｜Assistant｜>HelloEOS<｜User｜>Bye<｜Assistant｜>", "HelloEOSSee youEOS"),
-    "gemma": (GEMMA.replace("Be brief\n\n", ""), "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
-    "gemma3": (GEMMA, "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
-    "gemma3n": (GEMMA, "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
-    "llama3": (
-        "BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|><|start_header_id|>user<|end_header_id|>"
-        "\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|><|start_header_id|>user"
-        "<|end_header_id|>\n\nBye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        "Hello<|eot_id|>See you<|eot_id|>",
-    ),
-    "llama4": (
-        "BOS<|header_start|>system<|header_end|>\n\nBe brief<|eot|><|header_start|>user<|header_end|>\n\nHi<|eot|>"
-        "<|header_start|>assistant<|header_end|>\n\nHello<|eot|><|header_start|>user<|header_end|>\n\nBye<|eot|>"
-        "<|header_start|>assistant<|header_end|>\n\n",
-        "Hello<|eot|>See you<|eot|>",
-    ),
+    "alpaca": written("BOSBe brief\n\n", "### Instruction:\n{}\n\n", "### Response:\n", "EOS\n\n"),
+    "chatml": written(*CHATML),
+    "cohere": written(f"BOS{TURN('SYSTEM')}Be brief<|END_OF_TURN_TOKEN|>", TURN("USER") + "{}<|END_OF_TURN_TOKEN|>",
+                      TURN("CHATBOT"), "<|END_OF_TURN_TOKEN|>"),
+    "deepseek_v2": written("BOSBe brief\n\n", "User: {}\n\n", "Assistant:", "EOS", " "),
+    "deepseek_v3": written("BOSBe brief", "<｜User｜>{}", "<｜Assistant｜>", "EOS"),
+    "gemma": written("BOS", *GEMMA),
+    "gemma3": tuple(WITH_SYSTEM),
+    "gemma3n": tuple(WITH_SYSTEM),
+    "llama3": written("BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|>",
+                      "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+                      "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    "llama4": written("BOS<|header_start|>system<|header_end|>\n\nBe brief<|eot|>",
+                      "<|header_start|>user<|header_end|>\n\n{}<|eot|>",
+                      "<|header_start|>assistant<|header_end|>\n\n", "<|eot|>"),
     "mistral_v1": ("BOS [INST] Be brief\n\nHi [/INST] HelloEOS [INST] Bye [/INST]", " HelloEOS See youEOS"),
     "mistral_v2v3": ("BOS[INST] Hi[/INST] HelloEOS[INST] Be brief\n\nBye[/INST]", " HelloEOS See youEOS"),
     "mistral_v3_tekken": ("BOS[INST]Hi[/INST]HelloEOS[INST]Be brief\n\nBye[/INST]", "HelloEOSSee youEOS"),
-    "mistral_v7_tekken": (
-        "BOS[SYSTEM_PROMPT]Be brief[/SYSTEM_PROMPT][INST]Hi[/INST]HelloEOS[INST]Bye[/INST]",
-        "HelloEOSSee youEOS",
-    ),
-    "phi_3": (PHI, "Hello<|end|>\nSee you<|end|>\n"),
-    "phi_35": (PHI, "Hello<|end|>\nSee you<|end|>\n"),
-    "phi_4": (
-        "<|im_start|>system<|im_sep|>Be brief<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant"
-        "<|im_sep|>Hello<|im_end|><|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>",
-        "Hello<|im_end|>See you<|im_end|>",
-    ),
+    "mistral_v7_tekken": written("BOS[SYSTEM_PROMPT]Be brief[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "", "EOS"),
+    "phi_3": written(*PHI),
+    "phi_35": written(*PHI),
+    "phi_4": written("<|im_start|>system<|im_sep|>Be brief<|im_end|>", "<|im_start|>user<|im_sep|>{}<|im_end|>",
+                     "<|im_start|>assistant<|im_sep|>", "<|im_end|>"),
     # The reply to the last user turn has a block for thinking.
-    "qwen3": (CHATML, "Hello<|im_end|>\n<think>\n\n</think>\n\nSee you<|im_end|>\n"),
-    "qwen_25": (CHATML, "Hello<|im_end|>\nSee you<|im_end|>\n"),
-}
+    "qwen3": (written(*CHATML)[0], "Hello<|im_end|>\n<think>\n\n</think>\n\nSee you<|im_end|>\n"),
+    "qwen_25": written(*CHATML),
+}  # fmt: skip
 
 
 @pytest.fixture

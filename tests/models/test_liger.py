@@ -11,8 +11,6 @@ from ebft.run.checks import Machine, check_machine
 from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
-from tests.monitor.sft_run import plain_trainer
-from tests.sft.test_trainer import tiny_model
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True, devices=("cpu", "cuda", "cuda:0"))
@@ -50,15 +48,3 @@ def test_a_kernel_that_liger_does_not_have_for_a_model_is_an_error(monkeypatch):
         check_kernels("llama", ["liger_rope", "liger_layer_norm"])
     with pytest.raises(ModelError, match="liger_rope: Liger has no such kernel for opt models"):
         check_kernels("opt", ["liger_rope"])
-
-
-def test_transformers_hands_them_to_liger_when_training_starts(tmp_path, monkeypatch):
-    received = []
-    of_liger = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model, **kernels: received.append(kernels))
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", of_liger)
-    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
-    kwargs = training_kwargs(config_with(**ASKED), GPU, rows=4, has_eval=False)
-    given = {name: kwargs[name] for name in ("use_liger_kernel", "liger_kernel_config")}
-    plain_trainer(tmp_path, tiny_model(), **given).train()
-    assert received == [given["liger_kernel_config"]]

@@ -1,6 +1,6 @@
 """Settings of FSDP, and weights of checkpoints in models without it.
 
-Those of two processes are tested in tests/run/test_sharded.py, sharded models in tests/structured and tests/strided.
+Runs of two processes are in tests/run/test_sharded.py, sharded models in tests/structured.
 """
 
 from types import SimpleNamespace
@@ -9,12 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.causal_lm import without_hooks
-from ebft.models.sharding import check_version, keep_output_dtype, load_checkpoint_weights
+from ebft.models.sharding import check_version, load_checkpoint_weights
 from ebft.tools.export.checkpoint import merge_sharded
 from ebft.trainer import OverTrainer
 from tests.export.test_sharded import save_parts
@@ -129,21 +127,3 @@ def test_settings_that_are_refused_or_supported():
         with pytest.raises(ConfigError, match=message):
             check_version(accelerator(**changes), "cpu" in str(changes))
     check_version(accelerator(cpu_ram_efficient_loading=True))
-
-
-def test_log_probabilities_are_not_rounded():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
-    changed = accelerator(mixed_precision_policy=policy)
-    keep_output_dtype(changed)
-    found = changed.state.fsdp_plugin.mixed_precision_policy
-    assert found.output_dtype is None
-    assert (found.param_dtype, found.reduce_dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_a_module_without_its_hooks():
-    linear = torch.nn.Linear(3, 2)
-    linear.register_forward_hook(lambda *_: torch.zeros(()))
-    found, x = without_hooks(linear), torch.randn(4, 3)
-    torch.testing.assert_close(found(x), x @ linear.weight.T + linear.bias)
-    assert found.weight is linear.weight and without_hooks(linear) is found
-    assert not linear(x).any() and [name for name, _ in linear.named_modules()] == [""]

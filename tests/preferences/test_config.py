@@ -5,10 +5,14 @@ import json
 import pytest
 
 from ebft.errors import ConfigError, DataError
+from ebft.models.tokenizer import load_tokenizer
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.trainer import training_arguments
 from ebft.run.training import train
-from tests.preferences.runs import WITH_REFERENCE, config_of
+from ebft.tools.doctor.rows import longest_rows, row_lengths
+from ebft.tools.evaluation.run import evaluate
+from ebft.tools.evaluation.task import load_held_out
+from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, write_inputs
 
 
 def arguments(method, tmp_path, **changes):
@@ -94,3 +98,23 @@ def test_gdpo_is_grpo_with_another_aggregation(tmp_path):
     trl = {"reward_funcs": ["feature_matching"], "num_generations": 2}
     config = config_of("gdpo", tmp_path, **of_rows(type="ebft_opencode.transform"), trl=trl)
     assert config.method.own_arguments(config)["multi_objective_aggregation"] == "normalize_then_sum"
+
+
+def test_models_are_not_compared_on_pairs(tmp_path):
+    for method in METHODS:
+        config = config_of(method, tmp_path, base_model="does/not-exist", val_set_size=2)
+        for use in (evaluate, lambda config: load_held_out(config, None)):
+            with pytest.raises(ConfigError, match=f"read documents or prompts, but rl: {method} trains on preference"):
+                use(config)
+
+
+@pytest.mark.parametrize(("method", "sequences"), [("dpo", 2), ("kto", 1)])
+def test_doctor_counts_the_tokens_of_a_batch(method, sequences, tmp_path):
+    config = config_of(method, write_inputs(tmp_path))
+    rows = config.method.load_rows(config, load_tokenizer(config)).train
+    lengths = row_lengths(config, None, rows)
+    names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)
+    assert lengths == [len(row["prompt_ids"]) + max(len(row[name]) for name in names) for row in rows]
+    longest = longest_rows(config, rows, lengths)
+    assert longest.longest == max(lengths)
+    assert longest.step_tokens(config).loss == config.micro_batch_size * sequences * max(lengths)

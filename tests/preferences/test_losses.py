@@ -18,6 +18,8 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.run.training import load_data
 from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, trained, write_inputs
+from tests.strided.families import RUNNING_STATE, tiny_model
+from tests.strided.test_exactness import compare_gradients
 from tests.structured.conftest import SIZES, make_chat_tokenizer
 
 BETA = 0.3
@@ -281,3 +283,36 @@ def test_the_loss_of_a_mixture_of_experts_has_no_term_for_the_router(method, tmp
         found.append(loss_of(trainer, [trainer.train_dataset[index] for index in range(4)]))
         assert "aux_loss" not in trainer.logged("eval")
     assert found[0] == found[1]
+
+
+FAST = ("qwen3_5_text", "nemotron_h")
+STATES = [*RUNNING_STATE, "recurrent_gemma", "minimax"]  # the last two pad on the right only
+
+
+@pytest.mark.parametrize("family", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in STATES])
+def test_padding_is_not_part_of_a_running_state(family, tmp_path):
+    """Loss and gradients of padded rows, against one forward pass for each sequence."""
+    write_inputs(tmp_path)
+    sizes = {"vocab_size": len(make_chat_tokenizer()), "max_position_embeddings": 256, "eos_token_id": 1}
+    tiny_model(family, **sizes).save_pretrained(tmp_path / "model")
+    trainer = trainer_of("dpo", tmp_path, adapter=False)
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    plain = AutoModelForCausalLM.from_config(trainer.model.config)  # TRL has changed the methods of the trainer's
+    plain.load_state_dict(trainer.model.state_dict())
+    _, base = models(trainer, tmp_path)
+
+    def total(model, prompt, completion):
+        logits = model(torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).sum()
+
+    def ratio(row, side):
+        given = row["prompt_ids"], row[f"{side}_ids"]
+        return total(plain.eval(), *given) - total(base, *given).detach()
+
+    expected = torch.stack([-F.logsigmoid(BETA * (ratio(row, "chosen") - ratio(row, "rejected"))) for row in rows])
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
+    torch.testing.assert_close(loss.detach(), expected.mean().detach(), atol=1e-4, rtol=1e-4)
+    loss.backward()
+    expected.mean().backward()
+    compare_gradients(trainer.model, plain)

@@ -6,9 +6,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import Trainer
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.preferences import trainers, trl
+from ebft.preferences import trainers
 from ebft.preferences.experimental import PreparedBatches
-from ebft.preferences.trl import STATISTICS, score_in_chunks
+from ebft.preferences.trainers import STATISTICS, score_in_chunks
 from tests.preferences.runs import write_inputs
 from tests.preferences.test_losses import trainer_of
 from tests.strided.families import tiny_model
@@ -43,8 +43,8 @@ def step(*args, **changes):
 def test_they_are_those_of_trl(method, adapter, changes, tmp_path, monkeypatch):
     write_inputs(tmp_path)
     chunks = []
-    choose = trl.choose_tokens
-    monkeypatch.setattr(trl, "choose_tokens", lambda *args: chunks.append(1) or choose(*args))
+    choose = trainers.choose_tokens
+    monkeypatch.setattr(trainers, "choose_tokens", lambda *args: chunks.append(1) or choose(*args))
     loss, gradients, logs = step(method, tmp_path, adapter, **changes)
     assert chunks
     chunks.clear()

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.golden.runs import is_of_the_machine
-from tests.preferences.runs import TRAINERS, pairs, trained, write_inputs
+from tests.preferences.runs import pairs, trained, write_inputs
 from tests.preferences.test_losses import completions
 
 
@@ -18,21 +18,6 @@ def logged(result):
 def weights(folder):
     (path,) = folder.glob("*model.safetensors")
     return load_file(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "adapter"), [
-    ("dpo", True), ("dpo", False), ("kto", True), ("kto", False), ("orpo", True), ("simpo", False)])  # fmt: skip
-def test_a_resumed_run_is_the_unbroken_one(method, adapter, tmp_path):
-    """A log in the middle of which the run is resumed, and an evaluation after it."""
-    write_inputs(tmp_path)
-    keys = {"max_steps": 5, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2, "val_set_size": 2}
-    whole = trained(method, tmp_path, adapter, **keys, eval_steps=5)
-    again = trained(method, tmp_path, adapter, **keys, eval_steps=5, output_dir=str(tmp_path / "again"),
-                    resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))  # fmt: skip
-    assert logged(again) == logged(whole)
-    first, second = weights(tmp_path / "out"), weights(tmp_path / "again")
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "sft"])
@@ -76,17 +61,3 @@ def test_batches_of_kto_are_shuffled_unless_pairs_are_fixed(precompute, tmp_path
     sets = {frozenset(map(frozenset, batches)) for batches in epochs}
     assert len(sets) == 1 if precompute else len(sets) > 1
     assert not list((tmp_path / "p").rglob("cache-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", TRAINERS)
-def test_prepared_rows_are_left_as_they_are(method, tmp_path):
-    write_inputs(tmp_path)
-    prepared = tmp_path / "prepared"
-    keys = {"val_set_size": 2, "dataset_prepared_path": str(prepared), "max_steps": 2}
-    plain = trained(method, tmp_path, **{**keys, "dataset_prepared_path": None})
-    first = trained(method, tmp_path, **keys)
-    files = sorted(path for path in prepared.rglob("*") if path.is_file())
-    second = trained(method, tmp_path, **keys)
-    assert sorted(path for path in prepared.rglob("*") if path.is_file()) == files
-    assert logged(plain) == logged(first) == logged(second)

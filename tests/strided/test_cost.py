@@ -1,7 +1,5 @@
 """The step has the shape it promises: how many tokens go through each layer, and how many rows through the head."""
 
-import copy
-
 import pytest
 from torch import nn
 
@@ -51,15 +49,3 @@ def test_tokens_of_each_layer_and_rows_of_the_head(g, single_pass, merge, tmp_pa
     # Depth int(0.5 * 4) = 2: the upper half never runs.
     assert features == [27 + 22 + 13 + generated[g]] * 2 + [0, 0]
     assert sum(rows) == passes * (blocks + generated[g - 1]) + 26 + 15 + 12
-
-
-def test_rollouts_leave_no_gradient_state(tmp_path):
-    """Nothing but the training forward holds an autograd graph, and modes come back as they were."""
-    model = tiny_model("gpt2")
-    frozen = copy.deepcopy(model.state_dict())
-    trainer = make_trainer(model, tmp_path)
-    trainer.model.train()
-    out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
-    assert trainer.model.training and all(m.training for m in trainer.model.modules())
-    assert not any(value.requires_grad for value in vars(out).values())
-    assert all(frozen[k].equal(v) for k, v in trainer.model.state_dict().items())

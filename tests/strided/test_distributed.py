@@ -41,8 +41,3 @@ def test_two_processes_and_accumulation_equal_one_process(lora, tmp_path):
             torch.testing.assert_close(
                 split["parameters"][parameter], value, atol=1e-12, rtol=0, msg=f"{name}: {parameter}"
             )
-
-
-@pytest.mark.parametrize("lora", ["0", "1"])
-def test_fsdp_gives_the_loss_and_gradients_of_one_process(lora):
-    run_module("tests.strided.sharded_run", 2, lora)

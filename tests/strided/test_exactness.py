@@ -309,13 +309,15 @@ def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch)
     exact(tmp_path, with_lora(tiny_model(family), target_modules=lora_targets(family)), unequal_batch(3))
 
 
-def test_plain_calls_are_untouched(tmp_path):
+def test_a_step_leaves_the_model_as_it_was_and_no_graph_but_its_loss(tmp_path):
     model = tiny_model("gemma2").eval()
     ids = torch.randint(3, VOCAB, (2, 20))
     before = model(input_ids=ids).logits
     trainer = make_trainer(model, tmp_path)
-    trainer.compute_loss(trainer.model, unequal_batch()[0])
-    assert model.config._attn_implementation == "eager"
+    trainer.model.train()
+    out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
+    assert model.config._attn_implementation == "eager" and all(m.training for m in trainer.model.modules())
+    assert not any(value.requires_grad for value in vars(out).values())
     torch.testing.assert_close(trainer.model.eval()(input_ids=ids).logits, before, atol=0, rtol=0)
 
 

@@ -97,6 +97,7 @@ _ACTIVATIONS = {
     "int4": (None, "int8", "float8_e4m3fn"),
     "float8_e4m3fn": (None, "float8_e4m3fn"),
 }
+_GROUPED = (("int8", None), ("int4", None), ("int4", "int8"))  # dtypes of weights and inputs that have a group size
 
 
 class QuantizationSection(Section):
@@ -115,24 +116,17 @@ class QuantizationSection(Section):
 
     @model_validator(mode="after")
     def _has_kernels(self) -> "QuantizationSection":
-        weights, inputs = self.weight_dtype, self.activation_dtype
+        weights, inputs, problem = self.weight_dtype, self.activation_dtype, None
+        known = " or ".join(name for name in _ACTIVATIONS[weights] if name)
         if inputs not in _ACTIVATIONS[weights]:
-            known = " or ".join(name for name in _ACTIVATIONS[weights] if name)
-            raise ValueError(
-                f"quantization.activation_dtype: {inputs} is not supported with weight_dtype: {weights}. Set it to "
-                f"{known}, or remove it."
-            )
-        if self.group_size is not None and (weights, inputs) not in (("int8", None), ("int4", None), ("int4", "int8")):
+            problem = f"activation_dtype: {inputs} is not supported with {{}}. Set it to {known}, or remove it."
+        elif self.group_size is not None and (weights, inputs) not in _GROUPED:
             also = f" and activation_dtype: {inputs}" if inputs else ""
-            raise ValueError(
-                f"quantization.group_size has no effect with weight_dtype: {weights}{also}, whose scales are fixed. "
-                "Remove it."
-            )
-        if self.quantize_embedding and weights == "float8_e4m3fn":
-            raise ValueError(
-                "quantization.quantize_embedding is not supported with weight_dtype: float8_e4m3fn. Remove it, or set "
-                "weight_dtype: int8."
-            )
+            problem = f"group_size has no effect with {{}}{also}, whose scales are fixed. Remove it."
+        elif self.quantize_embedding and weights == "float8_e4m3fn":
+            problem = "quantize_embedding is not supported with {}. Remove it, or set weight_dtype: int8."
+        if problem:
+            raise ValueError(f"quantization.{problem.format(f'weight_dtype: {weights}')}")
         return self
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebft.config.keys.models import FSDPKeys
-from ebft.errors import ConfigError, MissingPackageError, cause
+from ebft.errors import ConfigError, MissingPackageError, doing
 
 if TYPE_CHECKING:
     from ebft.methods.method import MethodConfig
@@ -72,21 +72,15 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def deepspeed_settings(deepspeed: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """The DeepSpeed config that `deepspeed` names or is. Raises ConfigError if it cannot be read."""
+    """The DeepSpeed config that `deepspeed` names or is."""
     if deepspeed is None or isinstance(deepspeed, dict):
         return deepspeed
-    path = shipped_configs().get(deepspeed, Path(deepspeed))
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"deepspeed: {deepspeed} cannot be read as JSON ({cause(error)}). Give the path to a JSON file, or one of "
-            f"{', '.join(shipped_configs())}, which `ebft fetch {FETCH}` copies."
-        ) from error
+    with doing(f"reading deepspeed: {deepspeed}, a JSON file or one of {', '.join(shipped_configs())}"):
+        return json.loads(shipped_configs().get(deepspeed, Path(deepspeed)).read_text(encoding="utf-8"))
 
 
 def zero_stage(config: MethodConfig) -> Any:
-    """The stage of ZeRO that a run uses; 0 without DeepSpeed. Raises ConfigError if its config cannot be read."""
+    """The stage of ZeRO that a run uses; 0 without DeepSpeed."""
     zero = (deepspeed_settings(config.deepspeed) or {}).get("zero_optimization", {})
     return zero.get("stage", 0) if isinstance(zero, dict) else None
 

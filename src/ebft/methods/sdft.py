@@ -93,9 +93,6 @@ class SDFT(Method):
             fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
         if {name for name, *_ in fields} != {PROMPT, CONTEXT} or any(spec or how for _, spec, how in fields):
             yield f"sdft.teacher_prompt_template must contain {{{PROMPT}}} and {{{CONTEXT}}}, and no other braces."
-        mode, alpha = config.sdft.distillation_mode, config.sdft.distillation_alpha
-        if mode == "sampled_token" and alpha != 1:
-            yield f"sdft.distillation_mode: {mode} needs sdft.distillation_alpha: 1, got {alpha:g}."
         skipped, longest = config.sdft.num_loss_tokens_to_skip, config.trl.max_completion_length
         if skipped >= longest:
             yield (

@@ -66,22 +66,19 @@ def backbone_of(causal_lm: PreTrainedModel) -> nn.Module:
 def layers_at(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
     """The module that owns the decoder layers, and the name of its ModuleList."""
     if "_decoder_layers_at" not in causal_lm.__dict__:  # cached, because truncation changes what a search finds
-        causal_lm.__dict__["_decoder_layers_at"] = _find_layers(causal_lm)
+        depth = causal_lm.config.get_text_config().num_hidden_layers
+        children = ((own, *each) for own in backbone_of(causal_lm).modules() for each in own.named_children())
+        is_stack = lambda child: isinstance(child, nn.ModuleList) and len(child) == depth
+        found = next(((own, name) for own, name, child in children if is_stack(child)), None)
+        if found is None:
+            raise ModelError(f"{type(causal_lm).__name__} does not keep its {depth} decoder layers in a ModuleList")
+        causal_lm.__dict__["_decoder_layers_at"] = found
     return causal_lm.__dict__["_decoder_layers_at"]
 
 
 def decoder_layers(causal_lm: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers that a forward pass runs through, in order."""
     return getattr(*layers_at(causal_lm))
-
-
-def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
-    depth = causal_lm.config.get_text_config().num_hidden_layers
-    for module in backbone_of(causal_lm).modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == depth:
-                return module, name
-    raise ModelError(f"{type(causal_lm).__name__} does not keep its {depth} decoder layers in a ModuleList")
 
 
 @contextmanager

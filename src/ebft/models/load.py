@@ -256,28 +256,22 @@ def weights_dtype(config: ModelSettings) -> torch.dtype:
     return torch.bfloat16 if config.bf16 is True or has_bf16 else torch.float32
 
 
+@torch.no_grad()
 def warn_of_lost_steps(model: nn.Module, learning_rate: float) -> None:
     """Warn if trained 16-bit weights are too coarse for updates of the size of the learning rate, as Adam's are. A
     weight w in bfloat16 has 8 significant bits: changes smaller than |w| / 512 are lost to rounding."""
-    share = share_that_moves(model, learning_rate)
-    if share is not None and share < ENOUGH:
-        warn(
-            f"learning_rate: {learning_rate:g} is too small for 16-bit weights: an update of that size changes "
-            f"{share:.1%} of the weights, and others are rounded back to their old values. Set torch_dtype: float32, "
-            "which preserves small updates, or adapter: lora, whose weights are float32."
-        )
-
-
-@torch.no_grad()
-def share_that_moves(model: nn.Module, step: float) -> float | None:
-    """The fraction of the trained 16-bit weights that change when `step` is added; None if there are none."""
     moved = total = 0
     for weight in model.parameters():
         if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_meta:
             some = weight.flatten()[: 2**16]  # a sample of each: enough for an estimate, and fast for any model
-            moved += int((some.float() + step).to(some.dtype).ne(some).sum())
+            moved += int((some.float() + learning_rate).to(some.dtype).ne(some).sum())
             total += some.numel()
-    return moved / total if total else None
+    if moved < ENOUGH * total:
+        warn(
+            f"learning_rate: {learning_rate:g} is too small for 16-bit weights: an update of that size changes "
+            f"{moved / total:.1%} of the weights, and others are rounded back to their old values. Set torch_dtype: "
+            "float32, which preserves small updates, or adapter: lora, whose weights are float32."
+        )
 
 
 def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None:
@@ -294,13 +288,11 @@ def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None
 
 
 def usable_quantisation(config: Settings) -> Settings:
-    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes. Raises
-    ModelError if there is a GPU."""
-    if not _is_quantised(config) or importlib.util.find_spec("bitsandbytes") is not None:
+    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes."""
+    has_package = importlib.util.find_spec("bitsandbytes") is not None
+    if not _is_quantised(config) or has_package or torch.cuda.is_available():
         return config
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
-    if torch.cuda.is_available():
-        raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
     dtype = str(weights_dtype(config)).removeprefix("torch.")
     warn(f"{key} has no effect: bitsandbytes is missing (pip install 'ebft[qlora]'). Weights are {dtype}.")
     return config.model_copy(update=_UNQUANTISED)

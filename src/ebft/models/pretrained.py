@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, doing, shortened, warn
-from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.files import refuse_pointers
 from ebft.models.weights import load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
@@ -28,16 +27,10 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def find_model(name: str, key: str) -> str:
-    """Absolute path or Hub id of the model `name`, the value of `key`. Raises ModelError if there is none."""
+    """Absolute path or Hub id of the model `name`, the value of `key`."""
     with doing(f"looking for {key}: {shortened(name)}"):
         locate(name, "model", key)
     found = lasting_name(name)
-    files = [] if is_gguf(found) or exists(Path(found) / "config.json") else sorted(Path(found).glob("*.gguf"))
-    if files:
-        raise ModelError(
-            f"{key}: {name} contains {files[0].name} but no config.json, so it is a GGUF model. In a config, add "
-            f"gguf_file: {files[0].name}; elsewhere, give the path of the file"
-        )
     refuse_pointers(Path(found))
     return found
 
@@ -104,8 +97,6 @@ def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[st
     if isinstance(model, str):
         with doing(f"loading the model {model}"):
             model = pretrained_model(find_model(model, "model"), **(options or {}))
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):
@@ -153,19 +144,21 @@ def check_adapter(model: nn.Module) -> None:
     """Raise ModelError for adapters that change the base model, or that are not part of the layers' forward pass."""
     if not hasattr(model, "disable_adapter"):
         return
-    kind = model.active_peft_config
-    if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
-        raise ModelError(f"{type(kind).__name__} adds virtual tokens before the prompt, which is not supported")
+    kind, problem = model.active_peft_config, None
     if kind.peft_type == PeftType.ADALORA:
         warn("AdaLoraConfig: the trainer does not call update_and_allocate, so all ranks stay at init_r")
     changed = getattr(kind, "init_lora_weights", True)
-    if isinstance(changed, str) and changed.startswith(REWRITE_BASE):
-        raise ModelError(f"init_lora_weights={changed!r} modifies the base weights, which the feature network has")
-    own = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
+    own = (getattr(model.base_model, "prefix", ""), "modules_to_save", "trainable_tokens")
     stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
-    if stray:
-        raise ModelError(
+    if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
+        problem = f"{type(kind).__name__} adds virtual tokens before the prompt, which is not supported"
+    elif isinstance(changed, str) and changed.startswith(REWRITE_BASE):
+        problem = f"init_lora_weights={changed!r} modifies the base weights, which the feature network has"
+    elif stray:
+        problem = (
             f"{len(stray)} parameters of the base model are trainable ({stray[0]}), so the feature network, which is "
             "the model with its adapter disabled, would not be frozen. Freeze them (LoraConfig(bias='none')), or list "
             "their modules in modules_to_save"
         )
+    if problem:
+        raise ModelError(problem)

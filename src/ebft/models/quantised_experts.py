@@ -31,7 +31,8 @@ def quantise_experts(model: nn.Module, **options: Any) -> int:
     for module in list(model.modules()):
         states = {}
         for name, weight in list(module.named_parameters(recurse=False)):
-            if not is_fused_experts(module, weight) or weight.requires_grad or weight.shape[-1] % 2:
+            stacks_experts = weight.dim() == 3 and weight.is_floating_point() and not isinstance(module, nn.Conv1d)
+            if not stacks_experts or weight.requires_grad or weight.shape[-1] % 2:
                 continue
             packed, states[name] = quantize_4bit(weight.data, **options)
             _replace(module, name, packed.view(*weight.shape[:-1], -1))
@@ -46,11 +47,6 @@ def quantise_experts(model: nn.Module, **options: Any) -> int:
 def quantises(model: nn.Module) -> bool:
     """Whether transformers has quantised the linear layers of a model to 4 bits."""
     return getattr(model, "is_loaded_in_4bit", False)  # absent in others
-
-
-def is_fused_experts(module: nn.Module, weight: Tensor) -> bool:
-    """Whether a parameter of a module stacks the weights of experts."""
-    return weight.dim() == 3 and weight.is_floating_point() and not isinstance(module, nn.Conv1d)
 
 
 def unpacked_size(weight: Tensor) -> int:

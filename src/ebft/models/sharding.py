@@ -6,7 +6,7 @@ processes take part equally often.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,26 +63,26 @@ def keep_head(causal_lm: PreTrainedModel) -> None:
             deepspeed.zero.register_external_parameter(causal_lm, parameter)
 
 
-def is_enabled(accelerator: Any) -> bool:
-    """Whether the accelerator shards the models that it prepares."""
-    return _plugin(accelerator) is not None
-
-
 def saves_parts(accelerator: Any) -> bool:
     """Whether every process saves its own part of checkpoints."""
     plugin = _plugin(accelerator)
     return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
 
 
-def shard_on_cpu(accelerator: Any, plugin: utils.FullyShardedDataParallelPlugin) -> None:
-    """Make an accelerator shard models over processes on CPU, where accelerate ignores its plugin for FSDP."""
-    state = accelerator.state
-    if state.distributed_type != utils.DistributedType.MULTI_CPU:
-        return
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
-    state.fsdp_plugin = plugin
-    state.distributed_type = PartialState().distributed_type = utils.DistributedType.FSDP
+def set_up(accelerator: Any, settings: dict[str, Any]) -> bool:
+    """Make an accelerator shard models over processes, also on CPU, where accelerate ignores its plugin for FSDP.
+
+    Returns whether it does. From here on, `load_complete` keeps weights on every process: only the policy gets them
+    later.
+    """
+    plugin, state = utils.FullyShardedDataParallelPlugin(**settings), accelerator.state
+    if state.distributed_type == utils.DistributedType.MULTI_CPU:
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+        state.fsdp_plugin = plugin
+        state.distributed_type = PartialState().distributed_type = utils.DistributedType.FSDP
+    utils.disable_fsdp_ram_efficient_loading()
+    return _plugin(accelerator) is not None
 
 
 def load_on_first_process(args: Any) -> None:
@@ -90,11 +90,6 @@ def load_on_first_process(args: Any) -> None:
     others have zeros until the model is sharded, when they receive their parts."""
     if args.fsdp and (args.fsdp_plugin_args or {}).get("cpu_ram_efficient_loading"):
         utils.enable_fsdp_ram_efficient_loading()
-
-
-def load_on_every_process() -> None:
-    """Make `load_complete` keep weights on every process from here on: only the policy receives them later."""
-    utils.disable_fsdp_ram_efficient_loading()
 
 
 def check_version(accelerator: Any, compares_weights: bool = False) -> None:
@@ -159,7 +154,12 @@ def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
         _load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
         return
     if not isinstance(model, PeftModel):
-        _copy(_converted(model, folder), model, model.state_dict(), folder)
+        with _files(folder, _MODEL) as files:
+            groups = weight_groups(model, files.weights)
+            for key in [group.keys[0] for group in groups if not group.names][:1]:
+                raise ModelError(f"{folder} has the weight {key}, which the model has not. {_SAME}")
+            read = lambda group: convert_weights(model, group, {key: files.read(key) for key in group.keys}).items()
+            _copy((pair for group in groups for pair in read(group)), model, model.state_dict(), folder)
         return
     for name in model.peft_config:
         inside = folder / name
@@ -222,16 +222,6 @@ def _load_parts(state: dict[str, Any], folder: Path) -> None:
 
 def _files(folder: Path, pattern: str) -> WeightFiles:
     return WeightFiles(sorted(folder.glob(pattern)))
-
-
-def _converted(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a full model in a folder, by their names in the model."""
-    with _files(folder, _MODEL) as files:
-        for group in weight_groups(model, files.weights):
-            if not group.names:
-                raise ModelError(f"{folder} has the weight {group.keys[0]}, which the model has not. {_SAME}")
-            weights = {key: files.read(key) for key in group.keys}
-            yield from convert_weights(model, group, weights).items()
 
 
 def _copy(weights: Iterable[tuple[str, Tensor]], model: nn.Module, targets: dict[str, Tensor], folder: Path) -> None:

@@ -112,9 +112,9 @@ def named_template(name: str) -> str:
 
 
 def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
-    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text. None keeps the tokenizer's
-    template, and so does `tokenizer_default`, which requires that there is one; `tokenizer_default_fallback_NAME` uses
-    the template NAME if there is none. Raises ModelError for any other value."""
+    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text. None and
+    `tokenizer_default` keep the tokenizer's template; `tokenizer_default_fallback_NAME` uses the template NAME if there
+    is none. Raises ModelError for any other value."""
     if choice is None:
         return
     own = tokenizer.chat_template
@@ -128,16 +128,18 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
             warn(f"chat_template: {choice} replaces the template of the tokenizer, which has another; {KEEP} keeps it.")
         _replace(tokenizer, choice, template)
     elif choice == KEEP or _OF_MODELS.fullmatch(choice):
-        if own is None:
-            raise ModelError(
-                f"chat_template: {choice} is the template of a chat model's tokenizer, but this tokenizer has none. "
-                f"Use the tokenizer of such a model (tokenizer_config), one of {', '.join(NAMES)}, or a file."
-            )
-        if choice != KEEP:
+        if choice != KEEP and own is not None:  # without one, chats cannot be rendered
             warn(f"chat_template: {choice}: the template of the tokenizer is used.")
     else:
         with doing(f"using chat_template: {choice!r:.100}"):
-            template = _custom(choice)
+            path, template = Path(choice).expanduser(), choice
+            if "{{" not in choice and "{%" not in choice:
+                if not path.is_file():
+                    raise ModelError(
+                        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*NAMES, KEEP])}, "
+                        f"or {FALLBACK}NAME), the path of a file, or Jinja text (chat_template_jinja)."
+                    )
+                template = path.read_text(encoding="utf-8")
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
             _replace(tokenizer, choice, template)
 
@@ -149,15 +151,3 @@ def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> 
     tokenizer.chat_template = template
     what = choice if choice in NAMES else f"{choice!r:.60}"
     warn_of_split_markers(f"chat_template: {what}", split_by_template(tokenizer))
-
-
-def _custom(choice: str) -> str:
-    if "{{" in choice or "{%" in choice:
-        return choice
-    path = Path(choice).expanduser()
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    raise ModelError(
-        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*NAMES, KEEP])}, or "
-        f"{FALLBACK}NAME), the path of a file, or Jinja text (chat_template_jinja)."
-    )

@@ -80,8 +80,8 @@ def load_complete(
             f"{name}: the weights contain {count} tensor{'s' * (count > 1)} that {type(model).__name__} with this "
             f"config.json does not use: {some_of(found['unexpected_keys'])}."
         )
-    _check_types(model, stored)
-    _check_values(model)
+    for problem in _unusable(model, stored):
+        raise ModelError(f"{problem}. Use another model, or correct its files")
     if any(_UNTIED in message for message in reported):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
@@ -113,17 +113,15 @@ def own_name(key: str) -> str:
     return key
 
 
-def _check_types(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
-    """Raise ModelError for quantised weights that would be read as plain numbers, without their scales."""
+@torch.no_grad()
+def _unusable(model: PreTrainedModel, stored: dict[str, Tensor]) -> Iterator[str]:
+    """Quantised weights that would be read as plain numbers, and values with which no model computes anything."""
     settings = getattr(model.config, "quantization_config", None)  # absent in most models
-    if settings is not None:
-        if getattr(model, "quantization_method", None) is None:  # set by transformers for a method that it knows
-            raise ModelError(
-                f"quantization_config of config.json: transformers does not know the method of {settings!r:.200}, and "
-                "would read the weights as if they were not quantised. Use the original model, or remove "
-                "quantization_config if the weights are not quantised"
-            )
-        return
+    if settings is not None and getattr(model, "quantization_method", None) is None:  # which transformers sets
+        yield (
+            f"quantization_config of config.json: transformers does not know the method of {settings!r:.200}, and "
+            "would read the weights as if they were not quantised"
+        )
     plain = {key for key, own in model.named_parameters() if own.is_floating_point()} & stored.keys()
     modules = {key.rpartition(".")[0] for key in stored if "scale" in key.rpartition(".")[2]}
     packed = [
@@ -132,17 +130,11 @@ def _check_types(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
         if not stored[key].dtype.is_floating_point
         or (stored[key].dtype.itemsize == 1 and key.rpartition(".")[0] in modules)
     ]
-    if packed:
-        raise ModelError(
+    if packed and settings is None:
+        yield (
             f"{len(packed)} weights are stored as {stored[min(packed)].dtype} ({some_of(packed)}), but config.json has "
-            "no quantization_config, so their scales would not be applied. Use the original model, or restore "
-            "quantization_config"
+            "no quantization_config, so their scales would not be applied"
         )
-
-
-@torch.no_grad()
-def _check_values(model: PreTrainedModel) -> None:
-    """Raise ModelError for values with which no model computes anything."""
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
         return  # only one process has the weights
     embeddings = model.get_input_embeddings().weight
@@ -151,9 +143,9 @@ def _check_values(model: PreTrainedModel) -> None:
             continue
         low, high = own.aminmax()  # without a copy; both are NaN if a value is
         if not (low.isfinite() and high.isfinite()):
-            raise ModelError(f"the weights contain NaN or infinite values ({key}). Use other weights")
+            yield f"the weights contain NaN or infinite values ({key})"
         if own is embeddings and low == high and own.dim() == 2 and len(own) > 1:  # of one dimension: partitioned
-            raise ModelError(f"the embeddings of all tokens are equal ({low:.4g}). Use trained weights")
+            yield f"the embeddings of all tokens are equal ({low:.4g})"
 
 
 def _is_plain(own: Tensor) -> bool:
@@ -223,7 +215,13 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, even if the model does not have it.
     count = metadata["tokenizer.ggml.tokens"]
     backend["added_tokens"] = [token for token in backend["added_tokens"] if token["id"] < count]
-    backend["pre_tokenizer"] = _splitting(backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre"), name)
+    # transformers splits like GPT-2 where it does not know the pre-tokenizer with which merges were learned.
+    used, kind = backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre")
+    if used is not None and used["type"] == "ByteLevel" and kind in _SINGLE_DIGITS:
+        digits = {"type": "Digits", "individual_digits": True}
+        backend["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, used]}
+    elif used is not None and used["type"] == "ByteLevel" and kind not in (None, *_LIKE_GPT2):
+        warn(f"{name}: the pre-tokenizer {kind!r} is not supported: tokens may differ; set tokenizer_config.")
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
@@ -231,16 +229,6 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
         **{key: token for key, token in loaded.special_tokens_map.items() if key.endswith("_token")},
         **({} if adds_bos is None else {"add_bos_token": adds_bos}),
     )
-
-
-def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
-    """The pre-tokenizer with which merges were learned: transformers splits like GPT-2 if it does not know `kind`."""
-    if used is None or used["type"] != "ByteLevel" or kind is None or kind in _LIKE_GPT2:
-        return used
-    if kind in _SINGLE_DIGITS:
-        return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, used]}
-    warn(f"{name} uses the pre-tokenizer {kind!r}, which is not supported: tokens may differ; set tokenizer_config.")
-    return used
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.preferences.trl import KeepsMetrics, Logged, score_tokens
+from ebft.preferences.trainers import KeepsMetrics, Logged, score_tokens
 from ebft.prefix.forward import run_wrapped, take_programs
 
 

@@ -1,21 +1,238 @@
-"""DPO, IPO and KTO: TRL's trainers with the budget, checks and checkpoints of all methods."""
+"""DPO, IPO and KTO: TRL's trainers with the budget, checks and checkpoints of all methods, and what all methods share.
+
+What TRL logs is kept in checkpoints, and weighted by the rows or tokens of each batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import islice
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar
 
+import torch
 import trl
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from transformers import PreTrainedModel
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+from trl.trainer.utils import FusedCausalLMOutput
 
+from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.preferences.trl import KeepsMetrics, Logged, score_in_chunks
+from ebft.models.causal_lm import backbone_of, unwrap_adapter
+from ebft.models.sharding import keep_output_dtype
+from ebft.monitor.metrics import HeldOutRows, sums_over_ranks
+from ebft.prefix.forward import head_of, take_programs
+from ebft.prefix.logps import choose_tokens, with_gradient
+from ebft.prefix.sampling import Softmax
+from ebft.trainer import OverTrainer
+
+Logged = defaultdict[str, list[float]]
+_OF_ROWS = ("rewards/", "logps/", "log_odds_")  # metrics that are means over rows, unless `counts_behind` has them
+_ROWS = ""  # the number of rows among counts
+
+
+class KeepsMetrics(OverTrainer):
+    """Trainer whose metrics continue after a resume, and whose means count every row or token once.
+
+    TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. Pairs, or
+    completions with a label, are the documents of the budget. `loss_name`: the name of the loss in `logged("eval")`.
+    `loss_items`: the name in `counts_behind` of the items over which a term of the loss is a mean, or None if it is one
+    over rows. `of_step`: metrics that are normalised by `divisor` already.
+    """
+
+    ref_model: nn.Module | None = None
+    loss_name = "loss"
+    loss_items: str | None = None
+    of_step: ClassVar[tuple[str, ...]] = ()
+    _next_counts: dict[str, float]
+    _per_batch: float | None = None  # items of the loss per micro-batch of the current step
+    _per_row: float | None = None  # items of the loss per row of the current evaluation
+    _is_evaluating: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.held_out_rows: HeldOutRows = HeldOutRows(self)
+        super().__init__(*args, **kwargs)
+
+    def computing_models(self) -> list[nn.Module]:
+        """Return the policy, and the reference model if it is not the policy without its adapter."""
+        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        keep_output_dtype(self.accelerator)  # before the reference model is sharded
+
+    @abstractmethod
+    def logged(self, mode: str) -> Logged:
+        """Return the values of the batches since the last log of `train` or `eval`, by metric."""
+
+    @abstractmethod
+    def count_rows(self, inputs: dict[str, Tensor]) -> int:
+        """Return the number of rows of a batch."""
+
+    @abstractmethod
+    def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        """Return the number of items of a batch for metrics that are not means over its rows, always the same names."""
+
+    def divisor(self, inputs: dict[str, Tensor]) -> float | None:
+        """Return the number by which the loss divides the sum over the items of a batch of this process.
+
+        With it, the mean over the micro-batches of a step, or over the rows of an evaluation, and over processes, is
+        the mean over all of their items. None in a pass that is part of neither.
+        """
+        if self._is_evaluating:
+            return None if self._per_row is None else self._per_row * self.count_rows(inputs)
+        return self._per_batch
+
+    def _counts(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        return self.counts_behind(inputs) | {_ROWS: self.count_rows(inputs)}
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        loader = self.held_out_rows.loader(eval_dataset, super().get_eval_dataloader)
+        self._per_row = None
+        if self.loss_items is not None:
+            rows = [loader.dataset[index] for index in range(len(loader.dataset))]
+            items = sum(self.counts_behind(loader.collate_fn([row]))[self.loss_items] for row in rows)
+            self._per_row = items / len(rows)
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        if batch_samples:
+            self._next_counts = self._of_all([self._counts(inputs) for inputs in batch_samples])
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        self.budget.add(documents=self.count_rows(inputs))
+        logged = self.logged("train")
+        before = {name: len(values) for name, values in logged.items()}
+        batches = self.current_gradient_accumulation_steps
+        if self.loss_items is not None:
+            self._per_batch = self._next_counts[self.loss_items] / (batches * self.accelerator.num_processes)
+        # Of every micro-batch of the last step of an epoch, gather_for_metrics keeps as many rows as the last one has.
+        self.accelerator.gather_for_metrics = self.accelerator.gather
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._per_batch = None
+            del self.accelerator.gather_for_metrics
+        counts = self._of_all([self._counts(inputs)])
+        rows = counts.pop(_ROWS)
+        # The mean over the micro-batches becomes the mean over the items, or the rows, of the step.
+        for name, count in counts.items():
+            total = self._next_counts[name]
+            if name in self.of_step or not total:
+                continue
+            if len(logged[name]) == before.get(name, 0):  # TRL leaves out means over nothing
+                logged[name].append(0.0)
+            logged[name][-1] *= count * batches / total
+        for name, values in logged.items():
+            if name.startswith(_OF_ROWS) and name not in counts and len(values) > before.get(name, 0):
+                values[-1] *= rows * batches / self._next_counts[_ROWS]
+        return loss
+
+    def _of_all(self, counts: list[dict[str, int]]) -> dict[str, float]:
+        """Return the sums of counts by name, over batches and processes."""
+        sums = torch.tensor([[float(x) for x in of_batch.values()] for of_batch in counts], dtype=torch.float64).sum(0)
+        return dict(zip(counts[0], sums_over_ranks(sums.tolist(), self.accelerator)))
+
+    def running_state(self) -> dict[str, Any]:
+        metrics = {name: list(values) for name, values in self.logged("train").items()}
+        return super().running_state() | {"metrics": metrics}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self.logged("train").update(state.get("metrics", {}))
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, None, None]:
+        self.held_out_rows.begin_batch()
+        logged = self.logged("eval")
+        before = {name: len(values) for name, values in logged.items()}
+        self._is_evaluating = True
+        try:
+            found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._is_evaluating = False
+        if self.args.world_size > 1:
+            logged[self.loss_name].append(self.accelerator.reduce(found[0], reduction="mean").item())
+        counts = self._of_all([self._counts(inputs)])
+        for name, values in logged.items():  # TRL logs the mean of the values, one for each batch
+            if len(values) > before.get(name, 0):
+                metric = name.removeprefix("eval_")
+                count = counts[_ROWS] if metric in self.of_step else counts.get(metric, counts[_ROWS])
+                values += values[-1:] * (int(count) // self.held_out_rows.copies - 1)
+        return found
+
+
+# What TRL logs of the distributions at scored tokens, by the name of its output: functions of the softmax and the
+# tokens (rows, 1) with values (rows, 1).
+STATISTICS: dict[str, Callable[[Softmax, Tensor], Tensor]] = {
+    "entropy": lambda softmax, tokens: softmax.entropy(),
+    "mean_logits": lambda softmax, tokens: softmax.mean_score(),
+    "is_top1": lambda softmax, tokens: softmax.most_likely().eq(tokens),
+    "log_sum_sq_probs": lambda softmax, tokens: softmax.log_sum_of_squares(),
+}
+
+
+def score_in_chunks(model: nn.Module, statistics: tuple[str, ...] = ()) -> None:
+    """Replace the forward of the causal LM in `model` if it is called with `fused_lm_head`, as TRL's trainers do.
+
+    Must be called after TRL has replaced it. Can be called repeatedly.
+    """
+    causal_lm = unwrap_adapter(model)
+    if "scores_in_chunks" in causal_lm.__dict__:
+        return
+    take_programs(causal_lm)
+    causal_lm.scores_in_chunks = True
+    whole = causal_lm.forward
+
+    @wraps(type(causal_lm).forward)
+    def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return score_tokens(self, statistics=statistics, **kwargs) if fused_lm_head else whole(*args, **kwargs)
+
+    causal_lm.forward = MethodType(forward, causal_lm)
+
+
+def score_tokens(
+    causal_lm: PreTrainedModel, labels: Tensor, statistics: tuple[str, ...], **inputs: Any
+) -> FusedCausalLMOutput:
+    """Return the log-probabilities of `labels` (B, S) and `statistics`, (B, S - 1) each, 0 without a label.
+
+    Must be called inside the forward of the outermost module. `inputs` are the arguments of the model's forward.
+    """
+    states = backbone_of(causal_lm)(**inputs | {"use_cache": False})[0][:, :-1]
+    targets = labels[:, 1:].to(states.device)
+    is_scored = targets.ne(IGNORE)
+    scored, tokens = states[is_scored], targets[is_scored].unsqueeze(-1)  # (R, D), (R, 1)
+    found: dict[str, list[Tensor]] = {name: [] for name in statistics}
+
+    def choose(softmax: Softmax, rows: slice) -> Tensor:
+        for name, values in found.items():
+            values.append(STATISTICS[name](softmax, tokens[rows]))
+        return tokens[rows]
+
+    head = head_of(causal_lm)
+    has_gradient = torch.is_grad_enabled() and (states.requires_grad or bool(head.trained))
+    slopes = has_gradient and not head.trained
+    choices = choose_tokens(scored.detach(), choose, head, 1.0, slopes, None, tokens)
+    logps = with_gradient(scored, choices, head, 1.0) if has_gradient else choices.logps
+
+    def by_token(values: Tensor) -> Tensor:
+        return values.new_zeros(is_scored.shape).masked_scatter(is_scored, values.squeeze(-1))
+
+    return FusedCausalLMOutput(
+        log_probs=by_token(logps),
+        label_mask=is_scored,
+        **{name: by_token(torch.cat(values)) for name, values in found.items()},
+    )
+
 
 _REFERENCE = "ref"  # TRL's name for its copy of an adapter
 

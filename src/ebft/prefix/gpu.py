@@ -83,22 +83,16 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
         return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
     both = torch.cat([q, k], 1)
     turned = both.roll(both.shape[-1] // 2, -1)  # as rotate_half, whose minus is in the table
-    product, table = both * cos.unsqueeze(1), _signed(sin).unsqueeze(1)
+    if "signed" not in sin.__dict__:  # made once for all layers that are given the same tensor
+        low, high = sin.chunk(2, -1)
+        sin.__dict__["signed"] = torch.cat([-low, high], -1)
+    product, table = both * cos.unsqueeze(1), sin.__dict__["signed"].unsqueeze(1)
     if product.dtype == turned.dtype == table.dtype:
         rotated = torch.addcmul(product, turned, table)
     else:
         rotated = product + turned * table
     query, key = rotated.split([q.shape[1], k.shape[1]], 1)
     return query, key
-
-
-def _signed(sin: Tensor) -> Tensor:
-    """Return `sin` (1, T, D) with its first half negated; made once for all layers that are given the same tensor."""
-    kept = sin.__dict__
-    if "signed" not in kept:
-        low, high = sin.chunk(2, -1)
-        kept["signed"] = torch.cat([-low, high], -1)
-    return kept["signed"]
 
 
 # Adapters are folded if the sums of weights and adapters take at most this share of the device's memory.
@@ -128,7 +122,12 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
             weight = layer.base_layer.weight
             before.append((layer, weight))
             if folds:
-                layer.base_layer.weight = nn.Parameter(_folded(layer), requires_grad=False)
+                folded = weight  # (O, I)
+                for name in _names(layer):
+                    up, down = layer.lora_B[name].weight, layer.lora_A[name].weight  # (O, r), (r, I)
+                    folded = torch.addmm(folded, up, down, alpha=layer.scaling[name])
+                    report_product(weight, up.shape[1])
+                layer.base_layer.weight = nn.Parameter(folded, requires_grad=False)
                 layer.merged_adapters.extend(_names(layer))
             else:
                 layer.forward = _adding(layer)
@@ -138,16 +137,6 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
             layer.merged_adapters.clear()
             layer.base_layer.weight = weight
             layer.__dict__.pop("forward", None)
-
-
-def _folded(layer: LoraLinear) -> Tensor:
-    """Return the sum of the weight (O, I) and of the adapters."""
-    found = weight = layer.base_layer.weight
-    for name in _names(layer):
-        up, down = layer.lora_B[name].weight, layer.lora_A[name].weight  # (O, r), (r, I)
-        found = torch.addmm(found, up, down, alpha=layer.scaling[name])
-        report_product(weight, up.shape[1])
-    return found
 
 
 def _adding(layer: LoraLinear) -> Callable[..., Tensor]:

@@ -87,16 +87,11 @@ class Float32Results(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             dtype = head_dtype(weight)
             if dtype in _HALF and type(weight) in PLAIN and weight.is_floating_point():
-                return _Float32Linear.apply(x, weight, bias, self._round(weight, dtype))
+                kept = self._rounded.get(id(weight), (weight, weight._version, weight))
+                if kept[1] != weight._version or kept[2].dtype != dtype:
+                    kept = self._rounded[id(weight)] = weight, weight._version, weight.detach().to(dtype)
+                return _Float32Linear.apply(x, weight, bias, kept[2])
         return func(*args, **(kwargs or {}))
-
-    def _round(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if weight.dtype == dtype:
-            return weight
-        _, version, _ = self._rounded.get(id(weight), (None, None, None))
-        if version != weight._version:
-            self._rounded[id(weight)] = weight, weight._version, weight.detach().to(dtype)
-        return self._rounded[id(weight)][2]
 
 
 class _Float32Linear(torch.autograd.Function):
@@ -476,70 +471,44 @@ def choose_tokens(
     found = []
     differentiates = slopes and head.linear is None
     for chunk in slices(len(states), head.rows_per_chunk(states.device)):
-        x, tokens = states[chunk], None if known is None else known[chunk]
         with torch.set_grad_enabled(differentiates):
-            x = x.detach().requires_grad_() if differentiates else x
-            logits = head.logits(x)
+            x = states[chunk].detach().requires_grad_() if differentiates else states[chunk]
+            with_graph = head.logits(x)
+        logits, grad_logits, count = with_graph.detach(), None, 0
         dtype = logits.dtype if head.linear is None else head_dtype(head.linear.weight)  # of the gradients of logits
+        tokens, logps, log_sums, numbers, edges = [], [], [], [], []
         with torch.no_grad():
-            *chosen, of_slopes = _choose(
-                logits.detach(),
-                choose,
-                chunk.start,
-                temperature,
-                dtype if slopes else None,
-                truncation,
-                tokens,
-                several,
-            )
-        if of_slopes is not None:
-            grad_logits, index, row = of_slopes
+            for rows in tiles(logits):
+                first = chunk.start + rows.start
+                of_all = slice(first, chunk.start + rows.stop)
+                softmax = Softmax(logits[rows], temperature, truncation, None if known is None else known[of_all])
+                tokens.append(of_tile := choose(softmax, of_all))
+                logps.append(softmax.logps(of_tile))
+                log_sums.append(softmax.log_sum_exp())
+                if not slopes:
+                    continue
+                if grad_logits is None:  # room for all tokens; the distinct ones are used
+                    grad_logits = logits.new_empty(of_tile.shape[1] * len(logits), logits.shape[1], dtype=dtype)
+                row, column, number = distinct_tokens(of_tile, None if several is None else max(0, several - first))
+                probabilities = softmax.probabilities if len(row) == len(of_tile) else softmax.probabilities[row]
+                distinct = of_tile[row, column].unsqueeze(1)
+                ones = torch.ones_like(distinct, dtype=logps[-1].dtype)
+                grad_logits[count : count + len(row)] = grad_of_logits(probabilities, distinct, ones, temperature)
+                numbers.append(number + count)
+                edges.append(row + rows.start)
+                count += len(row)
+        del softmax  # before the next chunk has its logits
+        of_slopes = None
+        if slopes:
+            del probabilities
             if differentiates:
-                values = torch.autograd.grad(logits, x, grad_logits)[0]
+                values = torch.autograd.grad(with_graph, x, grad_logits[:count])[0]
             else:
-                report_product(head.linear.weight, len(grad_logits))
-                values = _product(grad_logits, head.linear.weight.to(dtype)).to(x.dtype)
-            of_slopes = Slopes(values, index, row)
-        found.append(Scored(*chosen, of_slopes))
+                report_product(head.linear.weight, count)
+                values = _product(grad_logits[:count], head.linear.weight.to(dtype)).to(x.dtype)
+            of_slopes = Slopes(values, torch.cat(numbers), torch.cat(edges))
+        found.append(Scored(torch.cat(tokens), torch.cat(logps), torch.cat(log_sums), of_slopes))
     return Scored.joined(found)
-
-
-def _choose(
-    logits: Tensor,
-    choose: Choose,
-    first_row: int,
-    temperature: float,
-    slopes: torch.dtype | None,
-    truncation: Truncation | None,
-    known: Tensor | None,
-    several: int | None,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Return the fields of `Scored` for a chunk; instead of slopes, the gradients of logits, and the slopes' fields.
-
-    `slopes`: the dtype of these gradients; None leaves them out.
-    """
-    tokens, logps, log_sums, grad_logits, count, numbers, edges = [], [], [], None, 0, [], []
-    for rows in tiles(logits):
-        softmax = Softmax(logits[rows], temperature, truncation, None if known is None else known[rows])
-        first = first_row + rows.start
-        of_tile = choose(softmax, slice(first, first_row + rows.stop))
-        tokens.append(of_tile)
-        logps.append(softmax.logps(of_tile))
-        log_sums.append(softmax.log_sum_exp())
-        if slopes is None:
-            continue
-        if grad_logits is None:  # room for all tokens; the distinct ones are used
-            grad_logits = logits.new_empty(of_tile.shape[1] * len(logits), logits.shape[1], dtype=slopes)
-        row, column, number = distinct_tokens(of_tile, None if several is None else max(0, several - first))
-        probabilities = softmax.probabilities if len(row) == len(of_tile) else softmax.probabilities[row]
-        distinct = of_tile[row, column].unsqueeze(1)
-        grad = grad_of_logits(probabilities, distinct, torch.ones_like(distinct, dtype=logps[-1].dtype), temperature)
-        grad_logits[count : count + len(row)] = grad
-        numbers.append(number + count)
-        edges.append(row + rows.start)
-        count += len(row)
-    of_slopes = (grad_logits[:count], torch.cat(numbers), torch.cat(edges)) if slopes is not None else None
-    return torch.cat(tokens), torch.cat(logps), torch.cat(log_sums), of_slopes
 
 
 def with_gradient(

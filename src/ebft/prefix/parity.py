@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -110,7 +110,9 @@ def check_distant_tokens(causal_lm: PreTrainedModel) -> None:
         return
     length = min(filter(None, (_OTHERS, getattr(config, "max_position_embeddings", None), most_tokens(causal_lm))))
     others = [length] * -(-max(constants.values()) // length)
-    kinds = [_kind(layer) for layer in decoder_layers(causal_lm)]
+    is_setting = lambda name, value: isinstance(value, (bool, int, str)) and not _NUMBER.search(name)
+    settings = lambda module: [(k, v) for k, v in sorted(vars(module).items()) if is_setting(k, v)]
+    kinds = [[(type(part).__name__, settings(part)) for part in layer.modules()] for layer in decoder_layers(causal_lm)]
     count = max(kinds.index(kind) for kind in kinds) + 1  # the first layers that contain every kind
     with first_layers(causal_lm, count):
         first, last = (F.normalize(states.float(), dim=-1) for states in _states_of_both(causal_lm, others))
@@ -134,15 +136,6 @@ def _constants(config: Mapping[str, Any]) -> dict[str, int]:
         if is_number and _CONSTANT.search(name) and name not in _LIMITS:
             found[name] = int(value)
     return found
-
-
-def _kind(layer: nn.Module) -> tuple:
-    """Return the classes and settings of a layer's modules, without the layer's number."""
-    is_setting = lambda name, value: isinstance(value, (bool, int, str)) and not _NUMBER.search(name)
-    return tuple(
-        (type(module).__name__, *((k, v) for k, v in sorted(vars(module).items()) if is_setting(k, v)))
-        for module in layer.modules()
-    )
 
 
 def _states_of_both(causal_lm: PreTrainedModel, others: list[int]) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,10 @@ class Truncation:
         if 0 < self.top_k < scores.shape[-1]:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -math.inf)
         if self.top_p < 1:
-            return _nucleus(scores.softmax(-1), self.top_p) > 0
+            # The smallest set of most likely tokens whose mass reaches top_p, at least one.
+            ordered, index = scores.softmax(-1).sort(-1, descending=True)
+            dropped = ordered.cumsum(-1) - ordered >= self.top_p * ordered.sum(-1, keepdim=True)
+            return torch.zeros_like(ordered).scatter(-1, index, ordered.masked_fill(dropped, 0.0)) > 0
         return scores > -math.inf
 
 
@@ -81,14 +84,6 @@ def _select(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise * cumulative[..., -1:]
     return torch.searchsorted(cumulative, target, right=True).clamp_max_(weights.shape[-1] - 1), target, cumulative
-
-
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Set all weights to 0 except the smallest set of most likely tokens whose mass reaches top_p (at least one)."""
-    ordered, index = weights.sort(-1, descending=True)
-    mass_before = ordered.cumsum(-1) - ordered
-    dropped = mass_before >= top_p * ordered.sum(-1, keepdim=True)
-    return torch.zeros_like(weights).scatter(-1, index, ordered.masked_fill(dropped, 0.0))
 
 
 # Elements of a softmax that are processed at once; on CPU, as many as fit in the processor's cache.
@@ -161,9 +156,9 @@ def of_device(sizes: dict[str, int], device: torch.device) -> int:
     return sizes["cpu" if device.type == "cpu" else "other"]
 
 
-def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Return a tensor of values that are known on the host; copying them does not wait for the device."""
-    return copy_to(device, torch.tensor(values, dtype=dtype))[0]
+def on_device(values: list[Any], device: torch.device) -> Tensor:
+    """Return a tensor of integers that are known on the host; copying them does not wait for the device."""
+    return copy_to(device, torch.tensor(values, dtype=torch.long))[0]
 
 
 def slices(count: int, size: int) -> list[slice]:

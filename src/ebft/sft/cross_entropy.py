@@ -132,7 +132,7 @@ class SumInForward(torch.autograd.Function):
 
 
 def _with_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropies of targets (R, 1), and their gradients (R, V) with respect to the logits."""
+    """The summed cross-entropies of targets (R, 1), and their gradients (R, V); the softmax is freed on return."""
     total, grad = logits.new_zeros((), dtype=torch.float32), torch.empty_like(logits)
     for rows in tiles(logits):
         softmax, tokens = Softmax(logits[rows], 1.0), targets[rows]

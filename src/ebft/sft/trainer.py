@@ -25,18 +25,8 @@ from ebft.models.sharding import keep_output_dtype
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.prefix.forward import take_programs
 from ebft.scores import perplexities
+from ebft.sft import packed
 from ebft.sft.cross_entropy import check_chunks, summed_cross_entropy, token_cross_entropies, why_not_in_chunks
-from ebft.sft.packed import (
-    count_documents,
-    has_label,
-    in_own_rows,
-    in_packed_rows,
-    in_rows,
-    model_inputs,
-    needs_one_row,
-    why_not_joined,
-    why_not_separated,
-)
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import has_flash_attention
 
@@ -80,11 +70,11 @@ class SFTTrainer(OverTrainer):
         super().__init__(*args, **kwargs)
         has_flash = has_flash_attention(unwrap_adapter(self.model))
         self._flattens: bool = has_flash if batch_flattening == "auto" else bool(batch_flattening)
-        self._joins_packed = needs_one_row(self.model)
+        self._joins_packed = packed.needs_one_row(self.model)
         self._is_unchecked, self._unpacks = True, False
         packs = any(isinstance(rows, PackedRows) for rows in (self.train_dataset, self.eval_dataset))
         if packs or self._flattens:
-            self._unpack_if(why_not_joined(self.model))
+            self._unpack_if(packed.why_not_joined(self.model))
         self.offloading: AbstractContextManager[Any] = nullcontext()
         if activation_offloading:
             from trl.models import get_act_offloading_ctx_manager  # other runs do not need TRL
@@ -109,11 +99,11 @@ class SFTTrainer(OverTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self._check_once(model, inputs)
-        self.budget.add(documents=count_documents(inputs))
+        self.budget.add(documents=packed.count_documents(inputs))
         parts = [inputs]
         if self._unpacks and "position_ids" in inputs:
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # else, losses are means
-            parts = [part for part, _ in in_own_rows(inputs, counts and self._may_divide())]
+            parts = [part for part, _ in packed.in_own_rows(inputs, counts and self._may_divide())]
         loss = torch.zeros((), device=self.args.device)
         for part in parts:
             with self.offloading:
@@ -133,7 +123,7 @@ class SFTTrainer(OverTrainer):
         As in transformers, it is a mean over the labels of all batches of a step on all processes, if those are
         counted, and else over the labels of the batch.
         """
-        inputs = model_inputs(inputs, self.is_padding_free(inputs))
+        inputs = packed.model_inputs(inputs, self.is_padding_free(inputs))
         if not self.is_in_chunks:
             return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"][:, 1:]
@@ -189,13 +179,13 @@ class SFTTrainer(OverTrainer):
         self._check_once(model, inputs)
         inputs = self._prepare_inputs(inputs)
         if self._unpacks and "position_ids" in inputs:
-            parts, places = zip(*in_own_rows(inputs, self._may_divide()))
+            parts, places = zip(*packed.in_own_rows(inputs, self._may_divide()))
             losses, nlls, router_losses = zip(*(self._held_out_losses(model, part) for part in parts))
-            nll, loss = in_packed_rows(nlls, places, inputs["attention_mask"]), torch.stack(losses).mean()
+            nll, loss = packed.in_packed_rows(nlls, places, inputs["attention_mask"]), torch.stack(losses).mean()
             router_loss = None if router_losses[0] is None else torch.stack(router_losses).mean()
         else:
             loss, nll, router_loss = self._held_out_losses(model, inputs)
-        real = has_label(inputs)
+        real = packed.has_label(inputs)
         masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
         for name, mask in masks.items():
             counts = mask.sum(-1)
@@ -213,10 +203,10 @@ class SFTTrainer(OverTrainer):
         if self.is_in_chunks:
             nll = outputs["token_losses"]
         else:
-            given = model_inputs(inputs, padding_free)
+            given = packed.model_inputs(inputs, padding_free)
             targets = given["labels"].where(given["labels"].ne(IGNORE), given["input_ids"])
             nll = token_losses(outputs["logits"], targets)
-        nll = in_rows(nll, inputs["attention_mask"]) if padding_free else nll
+        nll = packed.in_rows(nll, inputs["attention_mask"]) if padding_free else nll
         return loss, nll, self.router_loss(outputs)
 
     def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
@@ -229,12 +219,12 @@ class SFTTrainer(OverTrainer):
             self._checks_chunks = False
         if not self._is_unchecked or self._unpacks or not (self._flattens or "position_ids" in inputs):
             return
-        reason = why_not_joined(self.model)
+        reason = packed.why_not_joined(self.model)
         if reason is None:
             # A compiled model would be compiled for the rows of the comparison.
             model = self.model if self.args.torch_compile else model
             with self.accelerator.autocast():
-                reason = why_not_separated(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
+                reason = packed.why_not_separated(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
         self._unpack_if(reason)
         self._is_unchecked = False
 
@@ -278,11 +268,11 @@ class StreamTrainer(SFTTrainer):
         self.position = Position()
         self.add_callback(_KeepPosition(self, order))
         if packs:
-            self._unpack_if(why_not_joined(self.model))
+            self._unpack_if(packed.why_not_joined(self.model))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         self.position = inputs.pop("position")
-        self.budget.add(documents=inputs.pop("pieces") - count_documents(inputs))  # which SFTTrainer adds
+        self.budget.add(documents=inputs.pop("pieces") - packed.count_documents(inputs))  # which SFTTrainer adds
         return super().training_step(model, inputs, num_items_in_batch)
 
     @property
@@ -303,7 +293,15 @@ class _KeepPosition(TrainerCallback):
         if state.global_step == 0:
             return
         with doing("reading the position in the stream in the checkpoint (streaming)"):
-            _check_order(saved["order"], self._order)
+            order = saved["order"]  # with other settings, a position would be another one
+        changed = [
+            f"{key}: {now} instead of {order.get(key)}" for key, now in self._order.items() if order.get(key) != now
+        ]
+        if changed:
+            raise ConfigError(
+                f"The stream differs from the one of the checkpoint: {'; '.join(changed)}. A run cannot continue in "
+                "another stream: set these keys to their former values, or start a new run in another output_dir."
+            )
         self._first, self._first_step = saved["rows"], state.global_step
         skipped = state.global_step * self._trainer.rows_per_step
         self._trainer.train_dataset.continue_from(Position(**saved["position"]), saved["rows"], skipped)
@@ -312,17 +310,6 @@ class _KeepPosition(TrainerCallback):
         rows = self._first + (state.global_step - self._first_step) * self._trainer.rows_per_step
         position = self._trainer.position.as_json()
         state.stateful_callbacks[_SAVED_AS] = {"rows": rows, "position": position, "order": self._order}
-
-
-def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ConfigError for settings with which a position would be another one."""
-    changed = [key for key in now if saved.get(key) != now[key]]
-    if changed:
-        text = "; ".join(f"{key}: {now[key]} instead of {saved.get(key)}" for key in changed)
-        raise ConfigError(
-            f"The stream differs from the one of the checkpoint: {text}. A run cannot continue in another stream: set "
-            "these keys to their former values, or start a new run in another output_dir."
-        )
 
 
 class StreamCollator(JoiningCollator):

@@ -94,24 +94,14 @@ class HeldOutMeasure:
         for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", whole.ce_mask)):
             self.scores.add(name, document_S[mask].tolist(), host_nll_S[mask])
         blocks = [int(ids[d]) for d, row in enumerate(layout.anchors) for _ in row]
-        self._add_features(embedded, lengths, blocks)
+        weights, computed_in = (self.alignment_coef, self.diversity_coef), self.network.computed_in
+        found = feature_scores(*embedded[-1], *weights, pass_at=self.pass_at, computed_in=computed_in)
+        self.scores.add_all(found, blocks)
         if self.curves:
+            self.scores.keep_samples(*embedded[-1], *weights)
+            for length, (phi, phi_ref) in zip(lengths, embedded):
+                self.scores.add(f"{CURVE}/cfm_loss/{length}", blocks, unbiased_cfm_loss(phi, phi_ref))
             self._add_positions(nll_S, documents, layout, rollouts, blocks)
-
-    def _add_features(self, embedded: list[tuple[Tensor, Tensor]], lengths: list[int], blocks: list[int]) -> None:
-        whole = feature_scores(
-            *embedded[-1],
-            alignment_coef=self.alignment_coef,
-            diversity_coef=self.diversity_coef,
-            pass_at=self.pass_at,
-            computed_in=self.network.computed_in,
-        )
-        self.scores.add_all(whole, blocks)
-        if not self.curves:
-            return
-        self.scores.keep_samples(*embedded[-1], self.alignment_coef, self.diversity_coef)
-        for length, (phi, phi_ref) in zip(lengths, embedded):
-            self.scores.add(f"{CURVE}/cfm_loss/{length}", blocks, unbiased_cfm_loss(phi, phi_ref))
 
     def _add_positions(
         self, nll_S: Tensor, documents: Documents, layout: StridedLayout, rollouts: Rollouts, blocks: list[int]

@@ -59,15 +59,8 @@ def build_strided_dense_mask_and_positions(
         full_sequence_length, prompt_length, context_length, generation_step, stride, num_blocks, device, batch_size
     )
     index = torch.arange(full_sequence_length, device=device)
-    visible = _visible(
-        index[:, None],
-        index,
-        prompt_length=prompt_length,
-        context_length=context_length,
-        max_generation_length=min(generation_step, max_generation_length),
-        stride=stride,
-        num_blocks=num_blocks,
-    )
+    generated = min(generation_step, max_generation_length)
+    visible = _visible(index[:, None], index, prompt_length, context_length, generated, stride, num_blocks)
     mask = torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
     return mask.expand(batch_size, 1, -1, -1).clone(), position_ids
 
@@ -89,23 +82,17 @@ def create_strided_block_mask(
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    given = {
-        "prompt_length": prompt_length,
-        "context_length": context_length,
-        "stride": stride,
-        "max_generation_length": max_generation_length,
-        "num_blocks": num_blocks,
-    }
-    parameters = {name: torch.tensor(value, device=device) for name, value in given.items()}
+    given = prompt_length, context_length, max_generation_length, stride, num_blocks
+    parameters = [torch.tensor(value, device=device) for value in given]
 
     def mask_mod(b, h, q_idx, kv_idx):
-        return _visible(q_idx, kv_idx, **parameters)
+        return _visible(q_idx, kv_idx, *parameters)
 
     length = full_sequence_length
     return create_block_mask(mask_mod, B=batch_size, H=None, Q_LEN=length, KV_LEN=length, device=str(device))
 
 
-def _visible(query, key, *, prompt_length, context_length, max_generation_length, stride, num_blocks):
+def _visible(query, key, prompt_length, context_length, max_generation_length, stride, num_blocks):
     """Whether a query attends to a key, by index.
 
     Document tokens attend causally; generated tokens attend to their prefix and, causally, to their own block.

@@ -265,16 +265,13 @@ class StridedLayout:
         return sum(len(row) for row in self.anchors)
 
     @cached_property
-    def _ends(self) -> Tensor:
+    def end_tokens(self) -> Tensor:
+        """`end_ids`, on the device."""
         return copy_to(self.device, torch.tensor(self.end_ids, dtype=torch.long))[0]
-
-    def ends(self, tokens: Tensor) -> Tensor:
-        """Return whether each token ends a text: bool, of the same shape."""
-        return torch.isin(tokens, self._ends)
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Return the number of tokens up to the first that ends a text, which it includes: (..., G) -> (...)."""
-        ends = self.ends(tokens).int()
+        ends = torch.isin(tokens, self.end_tokens).int()
         return (ends.cumsum(-1) - ends == 0).sum(-1)
 
     def up_to_end(self, values: Tensor, tokens: Tensor) -> Tensor:

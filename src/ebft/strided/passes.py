@@ -373,9 +373,15 @@ def _node_tiles(
 
     def make() -> tuple[list[Tile | BatchedTiles], Tensor | None]:
         tiles = batch_tiles(list(_tiles(run, pattern, *heads)), heads[1] if batches else None)
-        # The own keys of a level are tokens that it continues; a causal pattern masks none.
-        hidden = None if is_decode and pattern.is_causal else _own_hidden(run, pattern, num_keys)
-        hidden = None if hidden is None else hidden.repeat_interleave(heads[0], 0)
+        hidden = None  # the own keys of a level are tokens that it continues; a causal pattern masks none
+        if not (is_decode and pattern.is_causal):  # own keys that are later tokens, or masked by the pattern: (C, U)
+            block, step = _by_block(run)
+            anchor, key_step = run.layout.block_anchors[block, None], torch.arange(num_keys, device=block.device)
+            step = step if isinstance(step, int) else step[:, None]
+            hidden = key_step > step
+            if not pattern.is_causal:
+                hidden = hidden | ~pattern.allowed(anchor + step, anchor + key_step)
+            hidden = hidden.repeat_interleave(heads[0], 0)
         if gpu.is_accelerator(run.layout.device) and not any(isinstance(tile, BatchedTiles) for tile in tiles):
             return join_masks(tiles, hidden), None
         return tiles, hidden
@@ -419,12 +425,3 @@ def _tiles(run: StridedPass, pattern: MaskPattern, heads: int, key_heads: int) -
             of_tile, limit = position[first:stop], anchor[first:stop]
             yield pattern.tile(of_tile, heads, first, (start, anchors[taken - 1]), anchors[0], limit)
             first, number, anchors = stop, number + taken, anchors[taken:]
-
-
-def _own_hidden(run: StridedPass, pattern: MaskPattern, num_keys: int) -> Tensor:
-    """Return which own keys of the nodes are later tokens or masked by the pattern, ordered by block: (C, U) bool."""
-    block, step = _by_block(run)
-    anchor, key_step = run.layout.block_anchors[block, None], torch.arange(num_keys, device=block.device)
-    step = step if isinstance(step, int) else step[:, None]
-    hidden = key_step > step
-    return hidden if pattern.is_causal else hidden | ~pattern.allowed(anchor + step, anchor + key_step)

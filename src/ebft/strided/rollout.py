@@ -182,7 +182,7 @@ class BlockSampler:
         self.steps.append((draws, scored))
         tokens = draws.collect(scored.tokens)
         if self.tokens and self.part.layout.end_ids:  # an ended rollout stays where it is
-            tokens = torch.where(self.part.layout.ends(self.tokens[-1]), self.tokens[-1], tokens)
+            tokens = torch.where(torch.isin(self.tokens[-1], self.part.layout.end_tokens), self.tokens[-1], tokens)
         self.tokens.append(tokens)
         self.entropies.append(draws.collect(torch.cat(entropies)))
         self.tree.grow(self.tokens[-1])

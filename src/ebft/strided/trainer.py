@@ -44,7 +44,7 @@ from ebft.strided.validation import check_grad_norms, check_parity, check_traine
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import rename_checkpointing
 
-# Keys of a batch: its Documents, once they are parsed, and Rollouts that were sampled ahead of its loss.
+# Keys of a batch: its Documents, parsed if the tokens of a step were counted, and Rollouts sampled ahead of its loss.
 _PARSED, _SAMPLED = "documents", "rollouts"
 
 
@@ -117,14 +117,18 @@ class StridedEBFTTrainer(OverTrainer):
         check_supported(unwrap_adapter(model))
         check_adapter(model)
         #: Where the blocks of documents are, and what is sampled at each.
-        self.block_options: BlockOptions = _block_options(args, model, kwargs.get("processing_class"))
+        tokenizer = kwargs.get("processing_class")
+        known = () if tokenizer is None else Renderer(tokenizer).end_ids()
+        blocks = BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
+        blocks = blocks if tokenizer is None else replace(blocks, vocabulary=unknown_ids(model, tokenizer).start)
+        self.block_options: BlockOptions = blocks
         kwargs |= {} if train_dataset is None else {"train_dataset": train_dataset}
         for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
             kwargs[name] = usable_rows(name, kwargs[name], model, self.block_options)
         options = args.feature_layers, args.embed_method, args.feature_device
         self.feature_network: FeatureNetwork = FeatureNetwork(model, *options, network=feature_network)
         if data_collator is None:  # padding affects no result
-            pad = (kwargs.get("processing_class") or model.config.get_text_config()).pad_token_id
+            pad = (tokenizer or model.config.get_text_config()).pad_token_id
             data_collator = DocumentCollator(pad if isinstance(pad, int) and pad >= 0 else 0)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         check_grad_norms(args, FSDP=self.is_fsdp_enabled, DeepSpeed=self.is_deepspeed_enabled)
@@ -159,7 +163,7 @@ class StridedEBFTTrainer(OverTrainer):
         None, as in a call from outside a training step, normalises by this batch alone and logs nothing.
         """
         args = self.args
-        documents = self._documents(inputs)
+        documents = inputs.get(_PARSED) or Documents.from_inputs(inputs, args.device)
         layout = StridedLayout.place(documents, self.block_options)
         rollouts = inputs.get(_SAMPLED)
         single_pass = rollouts is None and self._trains_on_the_sampling_pass()
@@ -214,11 +218,6 @@ class StridedEBFTTrainer(OverTrainer):
         if self._measures_gradients():
             with self.budget.meter.paused():
                 self._term_gradients.add(rl=self.args.rl_coef * rl_loss, ce=self.args.ce_coef * ce_loss)
-
-    def _documents(self, inputs: dict[str, Any]) -> Documents:
-        """Return the documents of a batch, which are parsed already if the tokens of the step were counted."""
-        parsed = inputs.get(_PARSED)
-        return Documents.from_inputs(inputs, self.args.device) if parsed is None else parsed
 
     def _sample(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, noise: DocumentNoise, single_pass: bool
@@ -314,12 +313,18 @@ class StridedEBFTTrainer(OverTrainer):
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             dataset = usable_rows("eval_dataset", dataset, self.model, self.block_options)
         self.use_result()
-        if dataset is None:
-            raise ValueError("evaluation requires an eval_dataset (in a config: test_datasets or val_set_size)")
+        batches = self.callback_handler.eval_dataloader = self._held_out_batches(dataset)
+
+        def with_progress() -> Iterator[Any]:  # after each, callbacks such as the progress bar, as in Trainer
+            for inputs in batches:
+                self._held_out_rows.begin_batch()
+                yield inputs
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
         metrics = held_out_metrics(
             self._sampling_policy(self.model_wrapped),
             self.feature_network,
-            self._with_progress(self._held_out_batches(dataset)),
+            with_progress(),
             block_options=self.block_options,
             seed=self.args.seed,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
@@ -332,14 +337,6 @@ class StridedEBFTTrainer(OverTrainer):
         self.log(logs)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
-
-    def _with_progress(self, batches: Any) -> Iterator[Any]:
-        """Yield the batches, and call callbacks after each, such as the progress bar, as Trainer's evaluation does."""
-        self.callback_handler.eval_dataloader = batches
-        for inputs in batches:
-            self._held_out_rows.begin_batch()
-            yield inputs
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _held_out_batches(self, dataset: Any) -> Any:
         """Return this rank's share of the held-out rows, each row exactly once.
@@ -415,10 +412,3 @@ class StridedEBFTTrainer(OverTrainer):
     def _truncation(self) -> Truncation | None:
         """Return which tokens are sampled, and scored; greedy rollouts are scored among all."""
         return Truncation.of(None, self.args.top_p, None) if self.args.temperature else None
-
-
-def _block_options(args: StridedEBFTConfig, model: nn.Module, tokenizer: Any) -> BlockOptions:
-    """Return where blocks are, and which tokens are sampled or end a text, for a model and its tokenizer."""
-    known = () if tokenizer is None else Renderer(tokenizer).end_ids()
-    found = BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
-    return found if tokenizer is None else replace(found, vocabulary=unknown_ids(model, tokenizer).start)

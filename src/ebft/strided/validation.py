@@ -16,7 +16,7 @@ from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
 from ebft.data.batches import DocumentCollator, PackedRows
 from ebft.data.lengths import arrays_of
-from ebft.errors import ConfigError, DataError
+from ebft.errors import DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
@@ -32,14 +32,11 @@ from ebft.transformers_internals import override_attn_implementation, use_one_gp
 
 def check_trainer_arguments(args: Any, trainer_kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for arguments of the transformers Trainer that are not supported in strided mode."""
-    if args.neftune_noise_alpha is not None:
-        raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it")
     load_whole()
-    if args.label_smoothing_factor:
-        raise ConfigError("label_smoothing_factor is not used in the EBFT loss. Remove it, or use ce_coef")
-    for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
-        if trainer_kwargs.get(name) is not None:
-            raise ConfigError(f"{name} is not supported by StridedEBFTTrainer. Remove it")
+    names = ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics")
+    given = [name for name in ("neftune_noise_alpha", "label_smoothing_factor") if getattr(args, name)]
+    given += [name for name in names if trainer_kwargs.get(name) is not None]
+    rules.refuse(f"{name} is not supported by StridedEBFTTrainer. Remove it" for name in given)
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
@@ -56,13 +53,12 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
     """
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
     ruling_out |= {"fp16": args.fp16, "reentrant gradient checkpointing": args.gradient_checkpointing and reentrant}
-    given = [name for name, is_on in ruling_out.items() if is_on]
-    if args.grad_norms_every and given:
-        raise ConfigError(
-            f"grad_norms_every is incompatible with {', '.join(given)}: the gradient of a single loss term is not "
-            "available from sharded, scaled or reentrant backward passes. Set grad_norms_every to 0, or disable the "
-            "other option"
-        )
+    rules.refuse(
+        f"grad_norms_every is incompatible with {name}: the gradient of a single loss term is not available from "
+        "sharded, scaled or reentrant backward passes. Set grad_norms_every to 0, or disable the other option"
+        for name, is_on in ruling_out.items()
+        if args.grad_norms_every and is_on
+    )
 
 
 def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions) -> Any:
@@ -170,7 +166,11 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
             check_distant_tokens(causal_lm)
     features = network.causal_lm
     with refusing(features), evaluating(features):
-        compare(features, "strided hidden states", _state_differences(network, documents, layout, rollouts))
+        ours = layout_states(network, documents, layout, rollouts)
+        plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
+        unit = lambda states: torch.nn.functional.normalize(states[:length].float(), dim=-1)  # of the document
+        differences = [(unit(a) - unit(b[0].to(a.device))).norm(dim=-1) for a, b in zip(ours, plain)]
+        compare(features, "strided hidden states", torch.stack(differences))
         if type(features) is not type(causal_lm):
             check_distant_tokens(prepare(features))
 
@@ -185,14 +185,3 @@ def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout,
         logp = causal_lm(input_ids=sequences, use_cache=False).logits[:, anchor - 1 : -1].float().log_softmax(-1)
         expected[b] = logp.gather(-1, sequences[:, -g:, None]).squeeze(-1)
     return expected
-
-
-def _state_differences(
-    network: FeatureNetwork, documents: Documents, layout: StridedLayout, rollouts: Tensor
-) -> Tensor:
-    """Return the differences of the document's L2-normalised states from `output_hidden_states`, at each depth."""
-    ours = layout_states(network, documents, layout, rollouts)
-    plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
-    s = len(documents.tokens)
-    unit = lambda states: torch.nn.functional.normalize(states.float(), dim=-1)
-    return torch.stack([(unit(a[:s]) - unit(b[0].to(a.device))).norm(dim=-1) for a, b in zip(ours, plain)])

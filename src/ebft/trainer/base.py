@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -95,9 +94,7 @@ class OverTrainer(Trainer):
         # Batches are in pinned memory (`dataloader_pin_memory`), so that copies need not wait for the steps before.
         self.accelerator.dataloader_config.non_blocking = True
         if self.args.fsdp_plugin_args is not None:
-            sharding.shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
-            self.is_fsdp_enabled = sharding.is_enabled(self.accelerator)
-            sharding.load_on_every_process()
+            self.is_fsdp_enabled = sharding.set_up(self.accelerator, self.args.fsdp_plugin_args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         is_new = self.optimizer is None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebft.prefix.attention.passes import Call, MaskPattern, PrefixPass
-from ebft.prefix.attention.suffixes import PromptBatch, PromptLayout, SuffixPass, batches, padded_positions
+from ebft.prefix.attention.suffixes import PromptBatch, SuffixPass, batches, padded_positions
 from ebft.prefix.attention.tiles import AttentionScores
 from ebft.prefix.sampling import on_device
 
@@ -52,7 +52,11 @@ class SharedCache:
         self._own: dict[Call, tuple[Tensor, ...]] = {}
         rows = on_device([row for row, length in enumerate(self.lengths) for _ in range(length)], layout.device)
         steps = on_device([step for length in self.lengths for step in range(length)], layout.device)
-        source = on_device(self._source(layout), layout.device)
+        source, end = [], layout.spans[-1][1]  # the index, in the prefill, of each token that is stored for a sample
+        for prompt, length in zip(self.prompt_of, layout.lengths):
+            source += [*(range(*layout.spans[prompt]) if self._copies else ()), *range(end, end + length)]
+            end += length
+        source = on_device(source, layout.device)
         for call in list(prefill.cache):
             whole = prefill.cache.pop(call)
             of_prompts = [tuple(batch.of(x) for x in whole) for batch in self._batches]
@@ -62,15 +66,6 @@ class SharedCache:
             for padded, x in zip(own, whole):
                 padded[:, rows, steps] = x[:, source]
             self._own[call] = own
-
-    def _source(self, layout: PromptLayout) -> list[int]:
-        """Return the index, in the prefill, of each token that is stored for a sample."""
-        found, end = [], layout.spans[-1][1]
-        for prompt, length in zip(self.prompt_of, layout.lengths):
-            found += range(*layout.spans[prompt]) if self._copies else ()
-            found += range(end, end + length)
-            end += length
-        return found
 
     def _grouped(self) -> list[SampleGroup]:
         """Return the samples of every batch of prompts that has any; the samples of copied prompts are one group."""

@@ -275,20 +275,19 @@ def sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:
 
 def _check_supported(module, attention_mask, kwargs) -> None:
     """Raise ModelError, naming the feature, if strided scores would differ from the model's."""
-    name = type(module).__name__
-    if not isinstance(attention_mask, MaskPattern):
-        raise ModelError(
-            f"{name} does not build its attention mask with the mask interface of transformers, so strided EBFT cannot "
-            f"determine which keys a query attends to. {HINT}"
-        )
-    known = _HONOURED | _REDUNDANT | _REPORTING
+    known, problem = _HONOURED | _REDUNDANT | _REPORTING, None
     unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
-    if unknown:
-        raise ModelError(
-            f"{name} passes {', '.join(unknown)} to its attention function, which strided EBFT does not support. {HINT}"
+    if not isinstance(attention_mask, MaskPattern):
+        problem = (
+            "does not build its attention mask with the mask interface of transformers, so strided EBFT cannot "
+            "determine which keys a query attends to"
         )
-    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{name} does not use causal attention, but EBFT supports only causal language models")
+    elif unknown:
+        problem = f"passes {', '.join(unknown)} to its attention function, which strided EBFT does not support"
+    elif kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        problem = "does not use causal attention, but EBFT supports only causal language models"
+    if problem:
+        raise ModelError(f"{type(module).__name__} {problem}. {HINT}")
 
 
 AttentionInterface.register(IMPLEMENTATION, prefix_attention)

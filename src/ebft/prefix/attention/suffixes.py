@@ -252,8 +252,12 @@ class SuffixPass(PrefixPass):
 
 def _with_kernel(group, query, prompts, own, pattern, scores, sinks) -> Tensor:
     """Attention of padded suffixes by scaled_dot_product_attention, with the prompts' keys repeated: (N, L, H, D)."""
-    shape = len(group.prompts.spans), -1
-    key, value = (_joined(of_prompts, of_suffixes.unflatten(1, shape)) for of_prompts, of_suffixes in zip(prompts, own))
+    joined = []  # the keys, and the values, of prompts and suffixes: (N, K, P + L, D)
+    for of_prompts, of_suffixes in zip(prompts, own):
+        of_suffixes = of_suffixes.unflatten(1, (len(group.prompts.spans), -1)).permute(1, 2, 0, 3, 4)
+        repeated = of_prompts.transpose(0, 1).unsqueeze(1).expand(-1, of_suffixes.shape[1], -1, -1, -1)
+        joined.append(torch.cat([repeated, of_suffixes], 3).flatten(0, 1))
+    key, value = joined
     # Rows, because the memory-efficient CUDA kernel takes a mask, but not several query heads for a key head.
     heads = of_device(_HEADS_AS_ROWS, query.device) or len(query) // key.shape[1]
     rows = query.unflatten(0, (-1, heads)).permute(2, 0, 1, 3, 4)  # (N, H / heads, heads, L, D)
@@ -267,13 +271,6 @@ def _with_kernel(group, query, prompts, own, pattern, scores, sinks) -> Tensor:
         enable_gqa=rows.shape[1] != key.shape[1],
     )
     return output.unflatten(2, (heads, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _joined(of_prompts: Tensor, of_suffixes: Tensor) -> Tensor:
-    """Return keys of prompts (K, G, P, D) followed by keys of suffixes (K, G, M, L, D): (N, K, P + L, D)."""
-    of_suffixes = of_suffixes.permute(1, 2, 0, 3, 4)
-    repeated = of_prompts.transpose(0, 1).unsqueeze(1).expand(-1, of_suffixes.shape[1], -1, -1, -1)
-    return torch.cat([repeated, of_suffixes], 3).flatten(0, 1)
 
 
 def _with_tiles(group, query, prompts, own, pattern, scores: AttentionScores, sinks) -> Tensor:
