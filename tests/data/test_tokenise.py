@@ -5,7 +5,7 @@ from datasets import Dataset
 
 from ebft.data.apply import Source, tokenise
 from ebft.errors import DataError
-from tests.data.conftest import simple
+from tests.data.conftest import simple, tokenised
 
 
 @pytest.fixture
@@ -54,10 +54,12 @@ def test_fields(run_own, fields, expected):
     assert run_own(simple(f"{{{fields}}}"))[0].items() >= expected.items()
 
 
-def test_several_processes_give_the_same_rows(run_own):
+def test_several_processes_give_the_same_rows(run_own, tokenizer):
     body = simple('{"input_ids": [ord(example["a"])], "labels": [1]}')
     rows = [{"a": chr(97 + number)} for number in range(6)]
     assert run_own(body, rows, dataset_num_proc=2)[:] == run_own(body, rows)[:]
+    pairs = [{"instruction": "a", "output": "b"}] * 4
+    assert tokenised(tokenizer, "alpaca", *pairs, dataset_num_proc=2)[:] == tokenised(tokenizer, "alpaca", *pairs)[:]
 
 
 @pytest.mark.parametrize(
