@@ -241,17 +241,17 @@ def check_starts(starts: dict[str, tuple[list[str], list[str]]]) -> list[str] | 
     """
     header = None
     for name, (columns, row) in starts.items():
+        header, problem = header or columns, ""
         twice = next((column for column in columns if column and columns.count(column) > 1), None)
         if twice is not None:
-            raise DataError(f"{name}: the column {twice!r} occurs {columns.count(twice)} times. Rename one.")
-        if len(row) > len(columns):
-            raise DataError(f"{name}, line 2: {len(row)} fields, but the header has {len(columns)}. Correct the file.")
-        if set(columns) != set(header or columns):  # the reader would leave out the others
-            raise DataError(
-                f"{name}: its columns are {', '.join(columns)}, but the columns of the first file are "
-                f"{', '.join(header or [])}. Use separate entries of datasets."
-            )
-        header = header or columns
+            problem = f": the column {twice!r} occurs {columns.count(twice)} times. Rename one."
+        elif len(row) > len(columns):
+            problem = f", line 2: {len(row)} fields, but the header has {len(columns)}. Correct the file."
+        elif set(columns) != set(header):  # the reader would leave out the others
+            problem = f": its columns are {', '.join(columns)}, but the columns of the first file are "
+            problem += f"{', '.join(header)}. Use separate entries of datasets."
+        if problem:
+            raise DataError(f"{name}{problem}")
     return header
 
 

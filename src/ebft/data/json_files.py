@@ -110,10 +110,9 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"a row must be a JSON object, got {row!r:.60}")
                 count += 1
                 yield row
-    except UnicodeDecodeError:
-        read_text(path)  # raises with the line
-        raise
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            read_text(path)  # raises with the line
         if isinstance(error, DataError):
             raise
         place, problem = f"line {line}" if line else f"row {count}", cause(error)

@@ -207,9 +207,8 @@ def open_source(entry: Any) -> IterableDataset:
 
 def _one(parts: dict[str, Any], entry: Any) -> Any:
     """The split of the entry."""
-    if entry.split not in parts:
-        raise DataError(f"{entry.path}: no split {entry.split!r}. Available splits: {', '.join(parts)}.")
-    return parts[entry.split]
+    with doing(f"taking the split {entry.split!r} of {entry.path}, which has {', '.join(parts)}"):
+        return parts[entry.split]
 
 
 SKIPPED: dict[str, Any] = {}  # takes the place of a row that an earlier run has trained on
@@ -270,18 +269,16 @@ class StreamRows(torch.utils.data.IterableDataset):
             while start < len(tokens):
                 pieces.append(tokens[start : start + room])
                 start, room = start + len(pieces[-1]), room - len(pieces[-1])
-                if not room:
-                    count += 1
-                    yield self._row(pieces, replace(at, row=count, token=start))
-                    pieces, room = [], self._length
-
-    def _row(self, pieces: list[list[int]], position: Position) -> dict[str, Any]:
-        ids = [token for piece in pieces for token in piece]
-        row = {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "position": position, "pieces": len(pieces)}
-        if self._apart:
-            row["labels"] = [label for piece in pieces for label in (IGNORE, *piece[1:])]
-            row["seq_lengths"] = [len(piece) for piece in pieces]
-        return row
+                if room:
+                    continue
+                count += 1
+                ids = [token for piece in pieces for token in piece]
+                row = {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "pieces": len(pieces)}
+                if self._apart:
+                    row["labels"] = [label for piece in pieces for label in (IGNORE, *piece[1:])]
+                    row["seq_lengths"] = [len(piece) for piece in pieces]
+                yield {**row, "position": replace(at, row=count, token=start)}
+                pieces, room = [], self._length
 
     def _texts(self, start: Position) -> Iterator[tuple[Position, list[int]]]:
         """The position and the tokens of each usable document, without end; the first may have been read in part."""

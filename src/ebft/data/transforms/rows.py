@@ -90,10 +90,8 @@ def _pair_tokens(cfg: Any, read: Callable[[Row], Example]) -> Transform:
     def transform_fn(example, tokenizer=None):
         found = read(example)
         prompt, (completion,) = found.prompt, found.replies
-        if not prompt.strip():
-            raise Dropped(NO_PROMPT)
-        if not completion.strip():
-            raise Dropped(NO_REFERENCE)
+        if not (prompt.strip() and completion.strip()):
+            raise Dropped(NO_REFERENCE if prompt.strip() else NO_PROMPT)
         prompt_ids = continued_ids(tokenizer, prompt)
         completion_ids = with_eos(tokenizer, ids_after(tokenizer, prompt, completion))
         row = segments_row([(prompt_ids, False), (completion_ids, True)], cfg.train_on_inputs)
@@ -134,7 +132,11 @@ class _Chats:
         self.omissions = Omissions(self.template)
 
     def __call__(self, example: Row, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        turns = self._turns(messages)
+        if self.labels is None:  # calls cannot be compared with a reference
+            turns = [turn for turn in chats.replies(messages)[-1:] if says_something(messages[turn])]
+        else:  # the model does not learn to say nothing
+            calls = [bool(message.get("tool_calls")) for message in messages]
+            turns = [turn for turn in self.labels.turns(messages) if says_something(messages[turn]) or calls[turn]]
         if not turns:
             raise Dropped(NO_REFERENCE if messages else EMPTY)  # templates may fail to render such a chat
         chats.check_turns(messages)
@@ -150,13 +152,6 @@ class _Chats:
         template = self.known[tokenizer.chat_template].with_tools(chats.tools_of(example, self.entry), kwargs)
         messages = self.omissions.with_known_roles(messages, template)
         return self._row(messages, turns, template)
-
-    def _turns(self, messages: list[Message]) -> list[int]:
-        """The turns to train on; the model does not learn to say nothing."""
-        if self.labels is None:  # calls cannot be compared with a reference
-            return [turn for turn in chats.replies(messages)[-1:] if says_something(messages[turn])]
-        learned = [says_something(message) or bool(message.get("tool_calls")) for message in messages]
-        return [turn for turn in self.labels.turns(messages) if learned[turn]]
 
     def _row(self, messages: list[Message], turns: list[int], template: ChatTemplate) -> dict[str, Any]:
         found, eos = Places(template, messages), "turn" if self.labels is None else self.labels.eos
