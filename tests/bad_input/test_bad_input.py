@@ -5,17 +5,15 @@ import shutil
 import pytest
 import torch
 
-from tests.bad_input import configs, data_files, folders, models, user_code
+from tests.bad_input import data_files, models, runs
 from tests.bad_input.cases import bad, complaint, good, invoke, prepare
 
-TABLES = {module.__name__.rpartition(".")[2]: module.CASES for module in (
-    configs, data_files, models, user_code, folders)}  # fmt: skip
-CASES = [(table, case) for table, cases in TABLES.items() for case in cases]
+CASES = [*data_files.CASES, *models.CASES, *runs.CASES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("table", "case"), CASES, ids=[f"{table}: {case.name}" for table, case in CASES])
-def test_case(table, case, tmp_path, tiny_llama_dir, monkeypatch):
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case, tmp_path, tiny_llama_dir, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     prepare(case, tmp_path, tiny_llama_dir)
     assert complaint(case, invoke(case, tmp_path), tmp_path) is None
