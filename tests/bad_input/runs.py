@@ -6,6 +6,7 @@ What is wrong with keys and values is in tests/config, with reward functions in 
 from typing import Any
 
 from tests.bad_input.cases import GRPO, ROWS, TEXT, Case, bad, entry, good
+from tests.bad_input.models import LORA
 
 CHECK = "config --check run.yaml"
 CONFIGS = [
@@ -38,7 +39,7 @@ FOLDERS = [
         files={"project/data/train.jsonl": ROWS, "project/summary.json": "{}"},
         unchanged=("project/data/train.jsonl",)),
     bad("no checkpoint", "resume_from_checkpoint", config={"resume_from_checkpoint": "out/checkpoint-1"}),
-    bad("no server", "9", config={**GRPO, "trl": GRPO["trl"] | {
+    bad("no server", "9", config={**GRPO, **LORA, "trl": GRPO["trl"] | {
         "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 1}},
         files={"my_rewards.py": "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"}),
     good("home", config={"output_dir": "~/runs"}, absent=("~",), unchanged=("runs",)),
@@ -76,8 +77,8 @@ USER_CODE = [
     module("exits in two processes", EXITS, "own.py, line 4", dataset_num_proc=2),
     returns("floats", "[1.5] * 20", "row 0: the row contains 1.5"),
     returns("token ids past the vocabulary", "[10**6] * 20", "vocabulary"),
-    *(returns(f"prompt_length {value}", "[1] * 20", "prompt_length", more=f', "prompt_length": {value}')
-      for value in ("21", "1.5")),
+    returns("an end outside of the row", "[1] * 20", "prompt_length", more=', "prompt_length": 21'),
+    returns("half of a token", "[1] * 20", "Float value 1.5", more=', "prompt_length": 1.5'),
     returns("NumPy arrays", '__import__("numpy").arange(20)', make=good),
     bad("transform: not there", "nowhere", config=entry(type="nowhere.transform")),
     module("syntax error", "def transform(cfg:\n    pass\n", "SyntaxError"),

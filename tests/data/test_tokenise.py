@@ -19,14 +19,6 @@ def run_own(make_config, tokenizer, own):
     return run
 
 
-def test_own_transform(run_own, tokenizer):
-    ids = 'tokenizer(example["a"])["input_ids"]'
-    rows = run_own(simple(f'{{"input_ids": {ids}, "labels": {ids}, "prompt_length": 1}}'))
-    assert rows.column_names == ["input_ids", "labels", "prompt_length", "turn_spans", "document"]
-    assert rows["turn_spans"][:] == [[], []]
-    assert rows[1]["input_ids"] == tokenizer("y")["input_ids"] and rows[1]["prompt_length"] == 1
-
-
 def test_config_reads_as_attributes_and_as_a_mapping(run_own):
     body = """
     def transform(cfg, **kwargs):
@@ -41,6 +33,7 @@ def test_config_reads_as_attributes_and_as_a_mapping(run_own):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
+        ('"input_ids": (ids := tokenizer(example["a"])["input_ids"]), "labels": ids', {"turn_spans": []}),
         ('"input_ids": [4, 5, 6], "labels": [-100, 5, 6]', {"prompt_length": 1}),
         ('"input_ids": [4, 5, 6], "labels": [4, -100, 6]', {"prompt_length": 0}),
         ('"input_ids": [4, 5, 6], "labels": [-100, -100, -100]', {"prompt_length": 0}),

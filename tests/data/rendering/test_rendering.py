@@ -6,9 +6,10 @@ from fnmatch import fnmatch
 
 import pytest
 
+from ebft.data.row_counts import Dropped
 from ebft.errors import DataError
 from tests.data.rendering.expected import CASES, KINDS, Chat, expectation, expected, tokenizer_of
-from tests.data.rendering.rows import SETTINGS, Dropped, rows_of, worse
+from tests.data.rendering.rows import SETTINGS, rows_of, worse
 
 # Methods that read a prompt and a completion instead of messages.
 OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
@@ -38,7 +39,7 @@ def outcome(method, name, chat):
         warnings.simplefilter("always")
         try:
             found = rows_of(method, name, chat)
-        except DataError as error:
+        except (DataError, Dropped) as error:
             found = error
     return found, " ".join(str(warning.message) for warning in caught)
 
@@ -52,7 +53,7 @@ def faults(method, name, kind):
             return []
         return [f"refused, although the template renders it: {str(found)[-170:]}"]
     if isinstance(found, Dropped):
-        return [] if meant(method, name, kind, "dropped") else [f"dropped: {found.reason}"]
+        return [] if meant(method, name, kind, "dropped") else [f"dropped: {found}"]
     if not right.renderings and all(part in warned for part in right.lost):
         return []  # a warning names each part
     if not right.renderings:
