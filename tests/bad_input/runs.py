@@ -76,8 +76,6 @@ USER_CODE = [
     module("exits with 0", EXITS, "own.py, line 4"),
     module("exits in two processes", EXITS, "own.py, line 4", dataset_num_proc=2),
     returns("floats", "[1.5] * 20", "row 0: the row contains 1.5"),
-    returns("token ids past the vocabulary", "[10**6] * 20", "vocabulary"),
-    returns("an end outside of the row", "[1] * 20", "prompt_length", more=', "prompt_length": 21'),
     returns("half of a token", "[1] * 20", "Float value 1.5", more=', "prompt_length": 1.5'),
     returns("NumPy arrays", '__import__("numpy").arange(20)', make=good),
     bad("transform: not there", "nowhere", config=entry(type="nowhere.transform")),
