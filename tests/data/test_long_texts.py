@@ -76,7 +76,6 @@ def whole(tokenizer, text):
 def small(monkeypatch):
     """Windows are so small that a text has many; returns a list with the number of characters of each."""
     monkeypatch.setattr(tokens, "LONGEST", 6000)
-    monkeypatch.setattr("ebft.data.transforms.rows.LONGEST", 6000)
     monkeypatch.setattr(tokens, "_CONTEXT", 1000)
     return watched(monkeypatch)
 

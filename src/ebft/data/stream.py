@@ -23,21 +23,12 @@ from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import StreamSettings
+from ebft.data import sources as raw
 from ebft.data.apply import tokeniser
 from ebft.data.file_formats import exact_files, reader_options, text_rows
 from ebft.data.json_files import json_batches, json_rows
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.repositories import repository_of
-from ebft.data.sources import (
-    is_url,
-    load_hub,
-    local_files,
-    local_path,
-    names_a_format,
-    remote_builders,
-    saved_parts,
-    saved_to_disk,
-)
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, doing
 
@@ -176,15 +167,15 @@ def open_source(entry: Any) -> IterableDataset:
 
     Raises DataError that names the missing path or split.
     """
-    if is_url(entry.path):
-        return _one(remote_builders(entry), entry).as_streaming_dataset(split="train")
-    path = local_path(entry)
+    if raw.is_url(entry.path):
+        return _one(raw.remote_builders(entry), entry).as_streaming_dataset(split="train")
+    path = raw.local_path(entry)
     if path is None:
-        return load_hub(entry, streaming=True)
-    if saved_to_disk(path) and not names_a_format(entry):
-        return _one(saved_parts(path), entry).to_iterable_dataset()
+        return raw.load_hub(entry, streaming=True)
+    if raw.saved_to_disk(path) and not raw.names_a_format(entry):
+        return _one(raw.saved_parts(path), entry).to_iterable_dataset()
     found = repository_of(path, entry)
-    files = _one(local_files(path, entry), entry) if found is None else found.of_split(entry.split)
+    files = _one(raw.local_files(path, entry), entry) if found is None else found.of_split(entry.split)
     if found is not None and found.is_read_by_library:
         return found.builder.as_streaming_dataset(split=entry.split)
     kinds = sorted({kind for _, kind in files})
