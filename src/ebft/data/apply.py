@@ -219,19 +219,16 @@ def tokenise(
     Padding at the end of a row is removed; rows that are left out are added to `counts`. Raises DataError that names
     the transform, the row and the field.
     """
-    check, counts = _check(config, tokenizer), RowCounts() if counts is None else counts
-    return apply_transform(source, config, tokenizer, check, FEATURES, counts)
+    check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
+    return apply_transform(source, config, tokenizer, check, FEATURES, RowCounts() if counts is None else counts)
 
 
 def tokeniser(
     entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, Any], int], dict[str, Any]]:
     """Return the function that `tokenise` calls for each raw row and its number, for transforms of single rows."""
-    return _Step(Source(entry, None), config, tokenizer, _check(config, tokenizer), FEATURES).row
-
-
-def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
-    return partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
+    check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
+    return _Step(Source(entry, None), config, tokenizer, check, FEATURES).row
 
 
 def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:

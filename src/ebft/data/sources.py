@@ -245,7 +245,7 @@ def read_remote(entry: Any) -> Dataset:
         with doing(f"reading datasets.path: {', '.join(urls)}"):
             if kind == "json":
                 version = hashlib.sha256(builder.cache_dir.encode()).hexdigest()  # has the version of the files
-                parts[split] = read_json({file_formats.DEFAULT_SPLIT: urls}, version, file_formats.DEFAULT_SPLIT)
+                parts[split] = read_json(urls, version)
                 continue
             builder.download_and_prepare()
             parts[split] = builder.as_dataset(split="train")

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.keys.data import StreamSettings
 from ebft.data import sources as raw
 from ebft.data.apply import tokeniser
-from ebft.data.file_formats import exact_files, reader_options, text_rows
+from ebft.data.file_formats import reader_arguments, text_rows
 from ebft.data.json_files import json_batches, json_rows
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.repositories import repository_of
@@ -187,13 +187,12 @@ def open_source(entry: Any) -> IterableDataset:
     paths = [path for path, _ in files]
     if kinds == ["text"]:  # with its line ends, as without a stream
         return IterableDataset.from_generator(text_rows, gen_kwargs={"paths": paths})
-    names, options = exact_files(kinds[0], paths), reader_options(kinds[0], paths)
     if kinds == ["json"]:
         for path in paths:
             next(json_rows(path))  # raises for a file that does not begin with a row
         return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
     with doing(f"reading {entry.path}"):
-        return load_dataset(kinds[0], data_files=names, split="train", streaming=True, **options)
+        return load_dataset(kinds[0], split="train", streaming=True, **reader_arguments(kinds[0], paths))
 
 
 def _one(parts: dict[str, Any], entry: Any) -> Any:
