@@ -75,7 +75,7 @@ def first_present(row: Mapping[str, Any], columns: Iterable[str], wanted: str, f
     return found[0]
 
 
-# Columns with content that models are not trained on, and what to do about those of them that were not read.
+# Columns with content that models are not trained on, and what to do if one was not read.
 _MEDIA = {
     f"{name}{ending}": "content, but models are trained on text only. Remove the column if the texts are complete "
     "without it, or the row"
