@@ -22,7 +22,7 @@ from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, doing, prefixed, shortened
+from ebft.errors import DataError, EBFTError, doing, prefixed, shortened, told
 from ebft.printed import say
 from ebft.processes import is_main_process
 
@@ -140,7 +140,7 @@ class _Step:
     def _of(self, example: dict[str, Any], index: int) -> list[dict[str, Any]]:
         where = f"{self.name}, {file_of(example) or f'row {index}'}"
         columns = Columns(self.clean(dict(example)))
-        with doing(where), prefixed(where):
+        with prefixed(where):
             try:
                 results = self._call(columns)
                 if not self.is_own:
@@ -148,6 +148,10 @@ class _Step:
                 found = list(map(self._checked, results if isinstance(results, list) else [results]))
             except Dropped as dropped:
                 found = [{**dict.fromkeys(self.fields), "reason": str(dropped)}]
+            except EBFTError:
+                raise
+            except Exception as error:  # some lose their notes on the way from another process
+                raise DataError(told(error)) from error
         noted, read = take_left_out(), json.dumps(sorted(columns.read))
         return [row | {"document": self.first_document + index, _NOTED: noted, _READ: read} for row in found]
 
