@@ -6,6 +6,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+from datasets import Dataset
+
 from tests.bad_input.cases import ROWS, TEXT, Case, bad, entry, good
 
 GOOD_LINE = json.dumps({"text": TEXT * 2}) + "\n"
@@ -24,18 +27,8 @@ def dataset(name: str, *expect: str, files: Any = None, **changes: Any) -> Case:
     return bad(name, *expect, config=entry(**changes), files=files or {})
 
 
-def valid(name: str, files: Any = None, warns: tuple[str, ...] = (), **changes: Any) -> Case:
-    return good(name, config=entry(**changes), files=files or {}, warns=warns)
-
-
-def parquet(table: dict[str, list]) -> Any:
-    def write(path: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.table(table), path)
-
-    return write
+def parquet(path: Path) -> None:
+    Dataset.from_dict({"text": [TEXT]}).to_parquet(path)
 
 
 def pickled(path: Path) -> None:
@@ -48,8 +41,6 @@ def pickled(path: Path) -> None:
 
 def saved(path: Path) -> None:
     """A folder of save_to_disk whose Arrow file is damaged."""
-    from datasets import Dataset
-
     Dataset.from_list(ROWS).save_to_disk(path)
     for file in path.glob("*.arrow"):
         file.write_bytes(file.read_bytes()[:50])
@@ -62,11 +53,6 @@ STRUCTURED = {"ebft": {"mode": "structured"}, "trl": {"num_generations": 2, "max
               "micro_batch_size": 2, "chat_template": "chatml"}  # fmt: skip
 
 
-def structured(name: str, content: list, *expect: str, type: str = "ebft_opencode.transform") -> Case:
-    config = {**STRUCTURED, "datasets": [{"path": "d.jsonl", "type": type}]}
-    return bad(name, *expect, config=config, files={"d.jsonl": content})
-
-
 def both(name: str, content: Any, *expect: str, file: str = "d.jsonl", **keys: Any) -> list[Case]:
     """A file that cannot be read, neither at once nor as a stream."""
     config = entry(path=file, type="completion", **keys)
@@ -74,29 +60,21 @@ def both(name: str, content: Any, *expect: str, file: str = "d.jsonl", **keys: A
             for suffix, others in (("", SFT), (" in a stream", STREAM))]  # fmt: skip
 
 
-def arrow(count: int, size: int | None = None) -> Any:
-    """An Arrow file with rows, cut off after `size` bytes."""
-
-    def write(path: Path) -> None:
-        import pyarrow as pa
-
-        table = pa.table({"text": pa.array([TEXT] * count, pa.string())})
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
-        path.write_bytes(path.read_bytes()[:size])
-
-    return write
+def cut_arrow(path: Path) -> None:
+    table = Dataset.from_dict({"text": [TEXT] * 400}).data.table
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    path.write_bytes(path.read_bytes()[:9000])
 
 
 READ_IN_TWO_WAYS = [
     *both("a broken third line", GOOD_LINE * 2 + '{"text": \n', "line 3"),
     *both("a key twice", GOOD_LINE + '{"text": "a b c d e f", "text": "b"}\n', "line 2", "'text' occurs 2 times"),
-    *both("a list as a line", GOOD_LINE + "[1, 2]\n", "line 2"),
     *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode())),
     *both("only a header", "text\n", file="d.csv"),
     *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
     *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "utf-8", file="d.csv"),
-    *both("cut off arrow", arrow(400, 9000), "Arrow", file="d.arrow"),
+    *both("cut off arrow", cut_arrow, "Arrow", file="d.arrow"),
 ]  # fmt: skip
 
 FILES = [
@@ -110,20 +88,17 @@ COMPARED = [{"messages": REPLIED[0]["messages"][:1], "chosen": "Hello there.", "
 BODY = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}\n"
 FAILING = {"{{ 1 // 0 }}": "modulo by zero", "{{ 'a' | nothing }}": "No filter named 'nothing'",
            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion"}  # fmt: skip
+TYPES = {"chat_template": SFT, "ebft_strided_chat.transform": {}, "chat_template.default": SFT | {"rl": "dpo"},
+         "ebft_chat_multiturn.transform": STRUCTURED}  # fmt: skip
 TEMPLATES = [
-    bad(f"template with {text} in {type}", "c.jsonl", "row 0", "t.jinja", "line 2", said, files={
+    bad(f"template with {text} in {type}", said, files={
         "c.jsonl": COMPARED if "default" in type else REPLIED, "t.jinja": BODY + text},
-        config=keys | {"datasets": [{"path": "c.jsonl", "type": type}], "chat_template": "t.jinja"})
-    for number, (text, said) in enumerate(FAILING.items())
-    for type, keys in {
-        "chat_template": SFT, "ebft_strided_chat.transform": {}, "chat_template.default": SFT | {"rl": "dpo"},
-        "ebft_chat_multiturn.transform": STRUCTURED}.items()
-    if number == 0 or type == "chat_template"
+        config=TYPES[type] | {"datasets": [{"path": "c.jsonl", "type": type}], "chat_template": "t.jinja"})
+    for number, (text, said) in enumerate(FAILING.items()) for type in (["chat_template"] if number else TYPES)
 ]  # fmt: skip
 
-PICKLES = [bad("a pickle", "d.pkl", config=entry(path="d.pkl"), files={"d.pkl": pickled}, absent=("pwned",))]
-
 PLACES = [
+    bad("a pickle", "d.pkl", config=entry(path="d.pkl"), files={"d.pkl": pickled}, absent=("pwned",)),
     dataset("missing file", "nothing.jsonl", path="nothing.jsonl"),
     dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"),
     dataset("a pattern as path", "*.jsonl", "data_files: '*.jsonl'", path="d/*.jsonl", files={"d/a.jsonl": ROWS}),
@@ -138,7 +113,6 @@ ROWS_OF_CHATS = [
     rows("no chat template", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
          "chat_template", type="ebft_strided_chat.transform"),
     rows("pair without output", [{"input": "a"}], "output", "row 0", **PAIR),
-    structured("prompts too long", [{"input": "a " * 500, "output": "b"}] * 3, "3 "),
 ]  # fmt: skip
 
 # Names that are patterns, and that match the name of another file, which cannot be read.
@@ -150,7 +124,7 @@ LITERAL = [
     for number, (name, other) in enumerate(NAMES.items())
     for place, (extension, content, keys) in enumerate((
         ("jsonl", ROWS, SFT), ("jsonl", ROWS, STREAM), ("csv", f'text\n"{TEXT}"\n', SFT),
-        ("csv", f'text\n"{TEXT}"\n', STREAM), ("parquet", parquet({"text": [TEXT]}), SFT)))
+        ("csv", f'text\n"{TEXT}"\n', STREAM), ("parquet", parquet, SFT)))
     if (number + place) % 2 == 0
 ] + [
     good("brackets in every path", trains=True, unchanged=("out[1]/adapter_model.safetensors",),
@@ -163,18 +137,14 @@ LITERAL = [
 
 VALID = [
     good("name of a local file", config=entry(name="main"), warns=("name: main has no effect", "rows.jsonl is on")),
-    good("NaN in another column", why="json.dumps of Python writes it for missing numbers",
-         config=entry(path="d.jsonl"), files={"d.jsonl": json.dumps({"text": TEXT * 2, "score": float("nan")})}),
-    good("NUL in a text", why="it is a character that tokenizers read", config=entry(path="d.csv"),
-         files={"d.csv": "text\n" + "a b c d \0 e f g h i j k l\n" * 2}),
-    good("fewer fields than columns", why="missing fields are empty", config=entry(path="d.csv"),
-         files={"d.csv": "text,b\n" + "a b c d e f g h i j k l\n" * 2}),
+    good("NaN in another column, as Python writes it", config=entry(path="d.jsonl"),
+         files={"d.jsonl": json.dumps({"text": TEXT * 2, "score": float("nan")})}),
+    *(good(name, config=entry(path="d.csv"), files={"d.csv": text}) for name, text in (
+        ("NUL in a text", "text\n" + "a b c d \0 e f g h i j k l\n" * 2),
+        ("fewer fields than columns", "text,b\n" + "a b c d e f g h i j k l\n" * 2))),
     *(good(name, config=entry(path="d.jsonl", type="completion") | STREAM, files={"d.jsonl": text})
       for name, text in (("stream: rows of other columns", GOOD_LINE + '{"other": "a"}\n' + GOOD_LINE),
                          ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE))),
-    *(valid(f"JSON object over lines, {text!r:.20}", path="d.json", files={"d.json": text})
-      for text in ('\n{"n": 1,\n"text": ' + json.dumps(TEXT * 2) + "}\n" + GOOD_LINE,
-                   '{"n": {"a": 1}\n, "text": ' + json.dumps(TEXT * 2) + "}")),
 ]  # fmt: skip
 
-CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *FILES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]
+CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *FILES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

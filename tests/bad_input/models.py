@@ -4,6 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
 from tests.bad_input.cases import Case, bad, good
 from tests.file_edits import (
     GONE,
@@ -35,13 +40,13 @@ def saved(name: str, change: Change, *expect: str, **changes: Any) -> Case:
     return bad(f"adapter: {name}", "lora_model_dir", *expect, model=then(adapter(**changes), change), config=SAVED)
 
 
-def intact(name: str, change: Change, warns: tuple[str, ...] = (), why: str = "", **config: Any) -> Case:
-    return good(name, model=change, config=config, warns=warns, why=why)
+def intact(name: str, change: Change, warns: tuple[str, ...] = (), **config: Any) -> Case:
+    return good(name, model=change, config=config, warns=warns)
 
 
-def generation(name: str, warns: tuple[str, ...], why: str = "", **values: Any) -> Case:
+def generation(name: str, warns: tuple[str, ...], **values: Any) -> Case:
     """A model whose generation config is repaired before it is trained and saved whole."""
-    return good(f"generation: {name}", model=write(GENERATION, values), warns=warns, why=why, trains=True)
+    return good(f"generation: {name}", model=write(GENERATION, values), warns=warns, trains=True)
 
 
 def code(file: str, name: str, **values: Any) -> Change:
@@ -50,15 +55,11 @@ def code(file: str, name: str, **values: Any) -> Change:
 
 
 def stored_as(dtype: str, part: str = "", name: str = WEIGHTS) -> Change:
-    import torch
-
     return values(lambda value: (value * 10).to(getattr(torch, dtype)), part, name)
 
 
 def with_more(**more: list[int]) -> Change:
     """Add tensors of the given sizes."""
-    import torch
-
     return tensors(lambda found: found | {key.replace("__", "."): torch.ones(*size) for key, size in more.items()})
 
 
@@ -85,9 +86,6 @@ class Evil:
 
 def as_pickle(name: str, source: str = WEIGHTS) -> Change:
     def change(folder: Path) -> None:
-        import torch
-        from safetensors.torch import load_file
-
         torch.save({**load_file(folder / source), "evil": Evil("pwned")}, folder / name)
         (folder / source).unlink()
 
@@ -96,8 +94,6 @@ def as_pickle(name: str, source: str = WEIGHTS) -> Change:
 
 def tied(folder: Path) -> None:
     """A model whose output layer is the embedding, and is not in the file."""
-    from transformers import AutoModelForCausalLM
-
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     loaded.config.tie_word_embeddings = True
     loaded.tie_weights()
@@ -105,8 +101,6 @@ def tied(folder: Path) -> None:
 
 
 def sharded(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     (folder / WEIGHTS).unlink()
     loaded.save_pretrained(folder, max_shard_size="40KB")
@@ -133,9 +127,6 @@ def adapter(**changes: Any) -> Change:
     """A saved LoRA adapter in `model/adapter`, with changed settings."""
 
     def change(folder: Path) -> None:
-        from peft import LoraConfig, get_peft_model
-        from transformers import AutoModelForCausalLM
-
         lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
         get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(folder / "adapter")
         settings("adapter/adapter_config.json", **changes)(folder)
@@ -200,15 +191,13 @@ GENERATION_CONFIGS = [
 
 VALID = [
     intact("tied output layer", tied),
-    intact("more layers than config.json", copied("layers.1.", "layers.2."), warns=("contain 9 tensors", "layers.2"),
-           why="config.json with fewer layers is how a model is shortened"),
-    intact("tensors of another model", with_more(encoder__w=[3], vision__w=[4]), warns=("2 tensors", "encoder.w"),
-           why="the text model of a multimodal one is stored with the other parts"),
+    # A config.json with fewer layers is how a model is shortened.
+    intact("more layers than config.json", copied("layers.1.", "layers.2."), warns=("contain 9 tensors", "layers.2")),
+    intact("tensors of another model", with_more(encoder__w=[3], vision__w=[4]), warns=("2 tensors", "encoder.w")),
     intact("two tensors of tied layers", settings(tie_word_embeddings=True),
-           warns=("tie_word_embeddings: true", "differs"), why="transformers uses both; servers may not"),
-    intact("fewer embeddings than tokens", vocabulary(400), warns=("512 tokens", "400", "112"),
-           why="tokens are added to the tokenizer of a base model before it is trained"),
-    intact("pickle", pickled(WEIGHTS), why="it contains tensors only, which are read without running code"),
+           warns=("tie_word_embeddings: true", "differs")),
+    intact("fewer embeddings than tokens", vocabulary(400), warns=("512 tokens", "400", "112")),
+    intact("pickle", pickled(WEIGHTS)),  # of tensors only, which are read without running code
     intact("a saved adapter", adapter(), **SAVED),
 ]  # fmt: skip
 

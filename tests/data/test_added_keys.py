@@ -89,6 +89,7 @@ def transform(cfg, **kwargs):
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
 def test_values_of_json_are_those_of_the_file(texts, kind, others):
     arguments = {"a": None, "b": {"c": [None, 0.1234567890123456, 2**70]}, "d": [1, 2.5], "e": "12", "f": [], "g": {}}
+    arguments["day"] = [{"at": "2024-01-02T10:00:00"}, {"at": "2024-01-02"}]  # which the library makes dates
     parameters = {"x": {"default": None, "const": None}, "y": {"enum": ["1", None, 1]}}
     text = texts([chat(**arguments) | {"tools": [tool(**parameters)]}, *others], kind)[0]
     assert f'"arguments": {json.dumps(arguments)}' in text and f'"parameters": {json.dumps(parameters)}' in text

@@ -61,7 +61,7 @@ def test_fields_that_rows_do_not_have():
     with pytest.warns(UserWarning, match="masked labels between others and no turn_spans"):
         assert "turn_spans" not in DocumentCollator(0)([labels])
     DocumentCollator(0)([{**labels, "turn_spans": [[1, 4]]}, {**labels, "seq_lengths": [2, 2]}])  # without a warning
-    with pytest.raises(ValueError, match="row 1 of a batch has 3 input_ids, 3 attention_mask and 4 labels"):
+    with pytest.raises(ValueError, match="row 1 of a batch has 3 input_ids, 3 attention_mask, 4 labels"):
         DocumentCollator(0)([{"input_ids": [1]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}])
 
 
@@ -113,5 +113,5 @@ def test_rows_that_come_packed_stay_packed():
     for row in ({**ids, "position_ids": [0, 1, 2, 0, 1]}, {**ids, "seq_lengths": [3, 2]}):
         documents = Documents.from_inputs(DocumentCollator(0)([row, {"input_ids": [6, 7, 8, 9, 10, 11]}]))
         assert documents.lengths.tolist() == [3, 2, 6] and documents.tokens.tolist() == list(range(1, 12))
-    with pytest.raises(DataError, match="5 input_ids and 4 positions"):
+    with pytest.raises(DataError, match="5 input_ids, .* 4 position_ids"):
         DocumentCollator(0)([{**ids, "seq_lengths": [2, 2]}])

@@ -37,11 +37,8 @@ def test_one_terminating_token_is_left_out(chat_tokenizer):
         found = [conversation_of(renderer, prompt, text) for text in ("yes<|im_end|>", "yes")]
         assert found[0].reference_ids == found[1].reference_ids and found[0].end_id == end_id
     assert without_end([5, eos, end], {end, eos}) == [5, eos]
-
-
-def test_turns_after_a_text_are_refused(chat_tokenizer):
     with pytest.raises(DataError, match="requires a prompt of messages"):
-        conversation_of(Renderer(chat_tokenizer), "text", "x", TURNS)
+        conversation_of(renderer, "text", "x", TURNS)
 
 
 def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):
@@ -55,17 +52,12 @@ def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_token
     assert 1 < len(renderer._rendered) < len(rows) and sum(map(len, renderer._rendered)) <= 400
 
 
-def test_a_gap_is_rendered_after_all_turns_before_it(chat_tokenizer):
+def test_what_is_between_replies(chat_tokenizer):
+    """It is rendered after all turns before it, and may contain what stands in for a reply."""
     chat_tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}{% endfor %}"
-    turns = [make(name + str(n)) for n in range(2) for make, name in ((user, "u"), (assistant, "a"))]
+    turns = [user(f"say {rendering._REPLY}"), assistant("a0"), user("u1"), assistant("a1")]
     leads, _ = parts(chat_tokenizer, conversation_of(Renderer(chat_tokenizer), PROMPT, "first", turns))
-    assert leads == ["[1]hello", "[3]u0", "[5]u1"]
-
-
-def test_a_message_may_contain_what_stands_in_for_a_reply(chat_tokenizer):
-    turns = [user(f"say {rendering._REPLY} again"), assistant("b")]
-    leads, _ = parts(chat_tokenizer, conversation_of(Renderer(chat_tokenizer), PROMPT, "a", turns))
-    assert f"user\nsay {rendering._REPLY} again" in leads[1]
+    assert leads == ["[1]hello", f"[3]say {rendering._REPLY}", "[5]u1"]
 
 
 def test_turns_without_text_are_given(chat_tokenizer):

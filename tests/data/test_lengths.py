@@ -60,8 +60,9 @@ def config(make_config):
 def test_lengths(config, make_config, strategy, length, prompt, kept, counts):
     if strategy != "strided":
         config = make_config("unused", sequence_len=12, rl=None, ebft=None, excess_length_strategy=strategy)
-    rows, found = cut(config, row_of([-100] * prompt + [7] * (length - prompt), prompt))
+    rows, found = cut(config, row_of([-100] * prompt + [7] * (length - prompt), prompt, [[prompt, length]]))
     assert ([len(row["input_ids"]) for row in rows], found) == (kept, counts)
+    assert [row["turn_spans"] for row in rows] == [[[prompt, size]] for size in kept]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +105,6 @@ def test_turns_of_strided_rows(config, turns, length, kept, counts, mask_thinkin
     rows, found = cut(config, row_of(labels, turns[-1][0], turns))
     shown = [(len(row["input_ids"]), row["prompt_length"], row["turn_spans"]) for row in rows]
     assert found == counts and shown == ([] if kept is None else [kept])
-
-
-def test_windows_of_a_text_that_is_one_turn(config):
-    rows, _ = cut(config, row_of([7] * 20, 0, [[0, 20]]))
-    assert [row["turn_spans"] for row in rows] == [[[0, 12]], [[0, 8]]]
 
 
 def test_the_longest_document():

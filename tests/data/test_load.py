@@ -84,38 +84,23 @@ def transform(cfg, **kwargs):
     assert len(trained) == 15 and len(held) == 5 and not trained & held and list(map(len, parts)) == [30, 10]
 
 
-@pytest.fixture
-def load_folder(tmp_path, make_config, tokenizer):
-    """`load_folder(texts, **keys)`: rows of a folder with one file per text."""
-
-    def run(texts, **keys):
-        for number, text in enumerate(texts):
-            (tmp_path / f"{number:02}.txt").write_text(text)
-        return load_token_rows(make_config(tmp_path, "ebft_pretrain.transform", **keys), tokenizer)[:2]
-
-    return run
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_blank_file_is_not_held_out(load_folder, seed):
-    _, evaluation = load_folder([TEXT * 6, *[" \n"] * 6, "import os\n" * 20], val_set_size=1, seed=seed)
-    assert len(evaluation) > 0
-
-
-def test_a_fraction_is_of_the_documents_with_text(load):
-    train, evaluation = load([TEXT, *[""] * 6, TEXT, TEXT, TEXT], val_set_size=0.5)
-    assert (len(train), len(evaluation)) == (2, 2)
+def test_documents_without_text_are_not_held_out(load):
+    texts = [TEXT, *[" \n"] * 6, TEXT, TEXT, TEXT]
+    for seed in range(4):
+        assert [len(load(texts, val_set_size=size, seed=seed)[1]) for size in (0.5, 1)] == [2, 1]
     with pytest.raises(DataError, match="val_set_size: 4 of 4 documents with text holds out 4"):
-        load([TEXT, *[""] * 6, TEXT, TEXT, TEXT], val_set_size=4)
+        load(texts, val_set_size=4)
 
 
-def test_messages_name_the_files_of_a_folder(load_folder, tmp_path, capsys):
-    load_folder([TEXT, "", TEXT * 60])
+def test_messages_name_the_files_of_a_folder(tmp_path, make_config, tokenizer, capsys):
+    for number, text in enumerate([TEXT, "", TEXT * 60]):
+        (tmp_path / f"{number:02}.txt").write_text(text)
+    load_token_rows(make_config(tmp_path), tokenizer)
     printed = " ".join(capsys.readouterr().err.split())
     assert "3 documents produced " in printed and f"(for example {tmp_path / '01.txt'})" in printed
     assert re.search(rf"; (\d+) of the rows are of {tmp_path / '02.txt'}; dropped 1 without text", printed)
     with pytest.raises(DataError, match=f"{tmp_path / '02.txt'} exceeds sequence_len: 64 tokens"):
-        load_folder([], **PLAIN, excess_length_strategy="raise")
+        load_token_rows(make_config(tmp_path, **PLAIN, excess_length_strategy="raise"), tokenizer)
 
 
 def test_a_long_row_stops_the_run_if_it_should(load, write_jsonl):
@@ -128,8 +113,7 @@ def test_a_long_row_stops_the_run_if_it_should(load, write_jsonl):
 
 def test_repeated_rows_are_dropped_before_any_are_held_out(load, write_jsonl, tokenizer, capsys):
     texts = [f"{TEXT} {number % 6}" for number in range(24)]
-    paths = [write_jsonl([{"text": text} for text in part], name) for part, name in ((texts, "a"), (texts[:1], "b"))]
-    paths = [path.rename(path.with_suffix(".jsonl")) for path in paths]
+    paths = [write_jsonl([{"text": text} for text in part], f"{len(part)}.jsonl") for part in (texts, texts[:1])]
     entries = [{"path": str(path), "type": "ebft_pretrain.transform"} for path in paths]
     parts = load([], datasets=entries, val_set_size=0.3, dataset_exact_deduplication=True, seed=5)
     found = sorted(tuple(ids) for rows in parts for ids in rows["input_ids"])

@@ -33,11 +33,7 @@ KINDS = {  # the model, the pre-tokeniser and the normaliser
     "unigram without words": ("Unigram", None, normalizers.Replace(" ", "▁")),
     "BERT": ("WordPiece", pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(lowercase=True)),
     "stripped": ("BPE", BYTES, STRIPPED),
-    "byte-level parts of seven characters": (
-        "BPE",
-        pre_tokenizers.Sequence([pre_tokenizers.FixedLength(7), pre_tokenizers.ByteLevel(use_regex=False)]),
-        None,
-    ),
+    "parts of seven characters": ("BPE", pre_tokenizers.Sequence([pre_tokenizers.FixedLength(7), INNER_BYTES]), None),
 }
 
 
@@ -50,9 +46,8 @@ def made(kind: str) -> PreTrainedTokenizerFast:
         trainer = trainers.UnigramTrainer(**options, unk_token="<unk>", initial_alphabet=[])
     else:
         tokenizer = Tokenizer(getattr(models, model)(unk_token="<unk>"))
-        trainer = {"BPE": trainers.BpeTrainer, "WordPiece": trainers.WordPieceTrainer}[model](
-            **options, initial_alphabet=ALPHABET
-        )
+        trainer = trainers.BpeTrainer if model == "BPE" else trainers.WordPieceTrainer
+        trainer = trainer(**options, initial_alphabet=ALPHABET)
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
     text = CODE[: 20_000 if model == "Unigram" else 60_000]
     words = text.split() if kind == "SentencePiece BPE" else [text[at : at + 500] for at in range(0, len(text), 500)]
@@ -81,7 +76,6 @@ def whole(tokenizer, text):
 def small(monkeypatch):
     """Windows are so small that a text has many; returns a list with the number of characters of each."""
     monkeypatch.setattr(tokens, "LONGEST", 6000)
-    monkeypatch.setattr("ebft.data.transforms.rows.LONGEST", 6000)
     monkeypatch.setattr(tokens, "_CONTEXT", 1000)
     return watched(monkeypatch)
 
@@ -113,7 +107,6 @@ def test_texts_without_words(part, small):
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
 
 
-@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["GPT-4", "BERT", "stripped"])
 def test_texts_without_latin_letters(kind, small):
     for end in ("。\n", "!\n", "🙂\n", "，", "का\n"):

@@ -62,6 +62,8 @@ def test_a_killed_process_is_said_to_be_one():
         ROWS.map(killed, num_proc=2, load_from_cache_file=False)
     with pytest.raises(RuntimeError, match="^its own$"), forked_processes():  # errors of other causes are unchanged
         raise RuntimeError("its own")
+    with pytest.raises(DataError, match=r"rows cannot be written to .*no room.* HF_DATASETS_CACHE"):
+        map_rows(ROWS, full)
 
 
 def handlers(row):
@@ -82,12 +84,8 @@ def test_signals_of_processes():
     assert set(found["sigint"]) == {repr(signal.SIG_IGN)} and set(found["sigterm"]) == {repr(signal.SIG_DFL)}
 
 
-def test_a_cache_that_is_full_is_named():
-    def fail(row):
-        raise OSError(errno.ENOSPC, "no room")
-
-    with pytest.raises(DataError, match=r"rows cannot be written to .*no room.* HF_DATASETS_CACHE"):
-        map_rows(Dataset.from_dict({"n": [1]}), fail)
+def full(row):
+    raise OSError(errno.ENOSPC, "no room")
 
 
 def test_only_files_of_this_process_are_deleted(tmp_path):

@@ -92,7 +92,7 @@ def test_slices_and_what_is_left_out(make, capsys):
     [
         (CLONE, {"name": "sft", "ds_type": "json"}, "ds_type: json, but this dataset repository has parquet files"),
         (CLONE, {}, "no split 'train' in the configuration default. Available splits: train_prefs, test_prefs"),
-        ({"README.md": OPTIONS, "a.csv": "a\n1\n", "b.csv": "a\n1\n"}, {}, "several configurations. Set name .*: a, b"),
+        ({"README.md": OPTIONS, "a.csv": "a\n1\n", "b.csv": "a\n1\n"}, {}, "name: None.*pick one among .*a.*b"),
         ({"README.md": "---\nlicense: mit\n---\n", "train.parquet": "version https://git-lfs.github.com/spec/v1\n"},
          {}, "train.parquet is a pointer of Git LFS .* Run `git lfs pull`"),
     ],

@@ -4,8 +4,6 @@ import warnings
 
 import pytest
 
-from ebft.config.keys.data import DatasetEntry
-from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 from tests.data.conftest import assistant, config_of, user
 from tests.structured.conftest import make_chat_tokenizer
@@ -77,12 +75,11 @@ def test_the_last_token_of_each_separator_has_the_class_of_the_step(load, row, k
         assert "(1 truncated at sequence_len); dropped 1 without a labelled step within sequence_len" in report
 
 
-def test_bos_is_before_the_prompt():
+def test_bos_is_before_the_prompt(load, monkeypatch):
     tokenizer = make_chat_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
-    entry = DatasetEntry(path="none", type="stepwise_supervised")
-    row = find_transform(entry.type)(None, dataset=entry)[0](STEPS, tokenizer=tokenizer)
-    assert labelled(row) == ("<|im_start|>Q:ab\nc\n", ".....1.0")
+    monkeypatch.setattr("tests.data.test_reward_rows.TOKENIZER", tokenizer)
+    assert labelled(load(ROW, STEPS)[0][0]) == ("<|im_start|>Q:ab\nc\n", ".....1.0")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from datasets import Dataset
 
 from ebft.data.apply import Source, tokenise
 from ebft.errors import DataError
-from tests.data.conftest import simple
+from tests.data.conftest import simple, tokenised
 
 
 @pytest.fixture
@@ -17,14 +17,6 @@ def run_own(make_config, tokenizer, own):
         return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
 
     return run
-
-
-def test_own_transform(run_own, tokenizer):
-    ids = 'tokenizer(example["a"])["input_ids"]'
-    rows = run_own(simple(f'{{"input_ids": {ids}, "labels": {ids}, "prompt_length": 1}}'))
-    assert rows.column_names == ["input_ids", "labels", "prompt_length", "turn_spans", "document"]
-    assert rows["turn_spans"][:] == [[], []]
-    assert rows[1]["input_ids"] == tokenizer("y")["input_ids"] and rows[1]["prompt_length"] == 1
 
 
 def test_config_reads_as_attributes_and_as_a_mapping(run_own):
@@ -41,6 +33,7 @@ def test_config_reads_as_attributes_and_as_a_mapping(run_own):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
+        ('"input_ids": (ids := tokenizer(example["a"])["input_ids"]), "labels": ids', {"turn_spans": []}),
         ('"input_ids": [4, 5, 6], "labels": [-100, 5, 6]', {"prompt_length": 1}),
         ('"input_ids": [4, 5, 6], "labels": [4, -100, 6]', {"prompt_length": 0}),
         ('"input_ids": [4, 5, 6], "labels": [-100, -100, -100]', {"prompt_length": 0}),
@@ -54,10 +47,12 @@ def test_fields(run_own, fields, expected):
     assert run_own(simple(f"{{{fields}}}"))[0].items() >= expected.items()
 
 
-def test_several_processes_give_the_same_rows(run_own):
+def test_several_processes_give_the_same_rows(run_own, tokenizer):
     body = simple('{"input_ids": [ord(example["a"])], "labels": [1]}')
     rows = [{"a": chr(97 + number)} for number in range(6)]
     assert run_own(body, rows, dataset_num_proc=2)[:] == run_own(body, rows)[:]
+    pairs = [{"instruction": "a", "output": "b"}] * 4
+    assert tokenised(tokenizer, "alpaca", *pairs, dataset_num_proc=2)[:] == tokenised(tokenizer, "alpaca", *pairs)[:]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +60,8 @@ def test_several_processes_give_the_same_rows(run_own):
     [
         (simple('{"input_ids": [1, 2], "labels": [1]}'), "labels has 1 entries, but input_ids has 2"),
         *((simple(f'{{"input_ids": {ids}, "labels": {labels}}}'), f"the row contains {wrong}, but the tokenizer's voc")
-          for ids, labels, wrong in (("[-1]", "[1]", -1), ("[1]", "[10**6]", 10**6), ("[-100]", "[1]", -100))),
+          for ids, labels, wrong in (("[-1]", "[1]", -1), ("[1.5]", "[1]", 1.5), ("[1]", "[10**6]", 10**6),
+                                     ("[-100]", "[1]", -100))),
         (simple('{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [0, 1]}'), "must be ones followed by zeros"),
         *((simple(f'{{"input_ids": [1, 2], "labels": [1, 2], {field}}}'), "must be in order and within 2 tokens")
           for field in ('"prompt_length": 3', '"turn_spans": [(0, 3)]', '"turn_spans": [(1, 2), (0, 1)]')),

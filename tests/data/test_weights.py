@@ -34,8 +34,7 @@ def test_each_row_appears_as_often_as_the_weight_of_its_dataset(names, capsys):
     assert times(found, "a") == [2] * 10 and times(found, "b") == [0] * 5 + [1] * 5
     printed = capsys.readouterr().err
     assert "datasets.0.weight: 2.0: 10 -> 20 rows" in printed and "datasets.1.weight: 0.5: 10 -> 5 rows" in printed
-    (plain,) = names(None, None)
-    assert names(1, 1.0) == [plain]
+    assert names(1, 1.0) == names(None, None)
     once = [f"a{n}" for n in range(10)]  # without shuffling, a dataset is repeated as a whole
     assert names(2, None, shuffle_merged_datasets=False) == [once + once + [f"b{n}" for n in range(10)]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, doing, shortened, told
+from ebft.errors import DataError, EBFTError, doing, prefixed, shortened, told
 from ebft.printed import say
 from ebft.processes import is_main_process
 
@@ -33,28 +33,18 @@ _READ = "columns_read"  # column of the names of the columns that were read
 Check = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-class ConfigView(Mapping):
+class ConfigView(dict):
     """The config that transforms are called with: keys are attributes and, as in other trainers, items of a mapping.
 
     Transforms may read any key of a run, so the config is passed on as it was given; unknown keys are absent.
     """
 
     def __init__(self, config: Section) -> None:
+        super().__init__(config)
         self._config = config
 
     def __getattr__(self, key: str) -> Any:
-        return getattr(self.__dict__["_config"], key)
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in type(self._config).model_fields:
-            raise KeyError(key)
-        return getattr(self._config, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(type(self._config).model_fields)
-
-    def __len__(self) -> int:
-        return len(type(self._config).model_fields)
+        return getattr(vars(self).get("_config"), key)  # it has none before it is unpickled in another process
 
 
 class Source(NamedTuple):
@@ -150,16 +140,18 @@ class _Step:
     def _of(self, example: dict[str, Any], index: int) -> list[dict[str, Any]]:
         where = f"{self.name}, {file_of(example) or f'row {index}'}"
         columns = Columns(self.clean(dict(example)))
-        try:
-            results = self._call(columns, where)
-            if not self.is_own:
-                check_unread(columns, self.system)
-            results = results if isinstance(results, list) else [results]
-            found = [self._checked(result, where) for result in results]
-        except Dropped as dropped:
-            found = [{**dict.fromkeys(self.fields), "reason": str(dropped)}]
-        except DataError as error:
-            raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+        with prefixed(where):
+            try:
+                results = self._call(columns)
+                if not self.is_own:
+                    check_unread(columns, self.system)
+                found = list(map(self._checked, results if isinstance(results, list) else [results]))
+            except Dropped as dropped:
+                found = [{**dict.fromkeys(self.fields), "reason": str(dropped)}]
+            except EBFTError:
+                raise
+            except Exception as error:  # some lose their notes on the way from another process
+                raise DataError(told(error)) from error
         noted, read = take_left_out(), json.dumps(sorted(columns.read))
         return [row | {"document": self.first_document + index, _NOTED: noted, _READ: read} for row in found]
 
@@ -178,45 +170,36 @@ class _Step:
 
     def _part(self, given: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
-        result = self._call({name: [row[name] for row in given] for name in given[0]}, where)
-        with doing(where):
+        with doing(where), prefixed(where):
+            result = self._call({name: [row[name] for row in given] for name in given[0]})
             rows = [dict(zip(result, values)) for values in zip(*result.values(), strict=True)]
         noted = take_left_out()
         # If the number of rows changed, the raw row of a result is unknown, and all count as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
         checked = []
         for number, (row, document) in enumerate(zip(rows, documents)):
-            fields = self._checked(row, f"{where}, result {number}")
+            with doing(each := f"{where}, result {number}"), prefixed(each):
+                fields = self._checked(row)
             notes = {_NOTED: take_left_out() or noted, _READ: "[]"}
             checked.append(fields | notes | {"document": self.first_document + document})
         return checked
 
-    def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+    def _checked(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
-            with doing(where):
-                checked = {"reason": "", **self.check(row)}
+            checked = {"reason": "", **self.check(row)}
         except Dropped as dropped:
             checked = {**dict.fromkeys(self.fields), "reason": str(dropped)}
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
         # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
         ids = {field: np.asarray(checked[field], dtype=np.int32) for field in self.packed if checked[field] is not None}
         return checked | ids
 
-    def _call(self, example: dict[str, Any], where: str) -> Any:
+    def _call(self, example: dict[str, Any]) -> Any:
         """The fields of a row; of a built-in transform, of several rows."""
-        try:
-            if not self.is_own:
-                return self.transform_fn(example, tokenizer=self.tokenizer)
-            with user_code(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
-                result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
-            return {**{key: value for key, value in example.items() if key not in self.removed}, **result}
-        except Dropped:
-            raise
-        except EBFTError as error:
-            raise DataError(f"{where}: {error}") from error
-        except Exception as error:
-            raise DataError(f"{where}: {told(error)}") from error
+        if not self.is_own:
+            return self.transform_fn(example, tokenizer=self.tokenizer)
+        with user_code("", DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
+            result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
+        return {**{key: value for key, value in example.items() if key not in self.removed}, **result}
 
 
 IDS = List(Value("int32"))
@@ -240,19 +223,16 @@ def tokenise(
     Padding at the end of a row is removed; rows that are left out are added to `counts`. Raises DataError that names
     the transform, the row and the field.
     """
-    check, counts = _check(config, tokenizer), RowCounts() if counts is None else counts
-    return apply_transform(source, config, tokenizer, check, FEATURES, counts)
+    check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
+    return apply_transform(source, config, tokenizer, check, FEATURES, RowCounts() if counts is None else counts)
 
 
 def tokeniser(
     entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, Any], int], dict[str, Any]]:
     """Return the function that `tokenise` calls for each raw row and its number, for transforms of single rows."""
-    return _Step(Source(entry, None), config, tokenizer, _check(config, tokenizer), FEATURES).row
-
-
-def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
-    return partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
+    check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
+    return _Step(Source(entry, None), config, tokenizer, check, FEATURES).row
 
 
 def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:

@@ -45,12 +45,6 @@ class PackedRows(Dataset):
 _MASKS = ("completion_mask", "assistant_masks")  # of TRL
 
 
-def _trained(row: dict[str, Any]) -> Tensor:
-    """The product of TRL's masks of a tokenised row; 1 without any."""
-    given = [torch.as_tensor(row[name]) for name in _MASKS if name in row]
-    return torch.stack(given).prod(0) if given else torch.tensor(1)
-
-
 def pack_and_report(rows: Any, length: int) -> PackedRows:
     """`pack_rows`, with a line on the terminal about the result."""
     packed = pack_rows(rows, length)
@@ -133,28 +127,27 @@ class DocumentCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         rows = [document for row in rows for document in row.get("documents", [row])]
+        counted = lambda row: [place for length in row["seq_lengths"] for place in range(length)]
+        rows = [row if row.get("seq_lengths") is None else {**row, "position_ids": counted(row)} for row in rows]
         given = lambda row, name: torch.as_tensor(row[name], dtype=torch.long) if name in row else None
         ids, masks, labels = ([given(row, name) for row in rows] for name in ("input_ids", "attention_mask", "labels"))
         masks = [torch.ones_like(tokens) if mask is None else mask for tokens, mask in zip(ids, masks)]
+        trained = lambda row, mask: torch.stack([mask, *(given(row, name) for name in _MASKS if name in row)]).prod(0)
         labels = [
-            tokens.masked_fill(mask * _trained(row) == 0, IGNORE) if label is None else label
+            tokens.masked_fill(trained(row, mask) == 0, IGNORE) if label is None else label
             for row, tokens, mask, label in zip(rows, ids, masks, labels)
         ]
-        for row, (tokens, mask, label) in enumerate(zip(ids, masks, labels)):
-            if not len(tokens) == len(mask) == len(label):
-                raise DataError(
-                    f"row {row} of a batch has {len(tokens)} input_ids, {len(mask)} attention_mask and {len(label)} "
-                    "labels; they must have the same length"
-                )
-        batch = {
-            "input_ids": _padded(ids, self.pad_token_id),
-            "attention_mask": _padded(masks, 0),
-            "labels": _padded(labels, IGNORE),
-        }
-        positions = [_position_ids(row, tokens) for row, tokens in zip(rows, ids)]
-        if any(given is not None for given in positions):
-            counted = [torch.arange(len(x)) if given is None else given for given, x in zip(positions, ids)]
-            batch["position_ids"] = _padded(counted, 0)
+        positions = [None if row.get("position_ids") is None else given(row, "position_ids") for row in rows]
+        places = [torch.arange(len(x)) if place is None else place for place, x in zip(positions, ids)]
+        columns = {"input_ids": ids, "attention_mask": masks, "labels": labels, "position_ids": places}
+        for row, found in enumerate(zip(*columns.values())):
+            if len(set(map(len, found))) > 1:
+                sizes = ", ".join(f"{len(values)} {name}" for name, values in zip(columns, found))
+                raise DataError(f"row {row} of a batch has {sizes}; they must have the same length")
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORE}
+        batch = {name: _padded(values, fill.get(name, 0)) for name, values in columns.items()}
+        if all(place is None for place in positions):
+            del batch["position_ids"]
         prompts = [row.get("prompt_length") for row in rows]
         if self.with_prompt_length and any(length is not None for length in prompts):
             masked = [(*label.ne(IGNORE).nonzero().flatten().tolist(), len(label))[0] for label in labels]
@@ -166,21 +159,6 @@ class DocumentCollator:
         if any(map(len, turns)):
             batch["turn_spans"] = _padded(turns, 0)
         return batch
-
-
-def _position_ids(row: dict[str, Any], tokens: Tensor) -> Tensor | None:
-    """Positions of a row with several documents: as given, or derived from their lengths."""
-    positions = row.get("position_ids")
-    if row.get("seq_lengths") is not None:
-        positions = torch.cat([torch.arange(length) for length in row["seq_lengths"]])
-    if positions is None:
-        return None
-    positions = torch.as_tensor(positions, dtype=torch.long)
-    if len(positions) != len(tokens):
-        raise DataError(
-            f"a row has {len(tokens)} input_ids and {len(positions)} positions; they must have the same length"
-        )
-    return positions
 
 
 def _turns(row: dict[str, Any], labels: Tensor, positions: Tensor | None) -> list[Tensor]:

@@ -75,8 +75,17 @@ def first_present(row: Mapping[str, Any], columns: Iterable[str], wanted: str, f
     return found[0]
 
 
-# Columns with content that models are not trained on.
-_MEDIA = tuple(f"{name}{ending}" for name in ("image", "audio", "video") for ending in ("", "s"))
+# Columns with content that models are not trained on, and what to do if one was not read.
+_MEDIA = {
+    f"{name}{ending}": "content, but models are trained on text only. Remove the column if the texts are complete "
+    "without it, or the row"
+    for name in ("image", "audio", "video")
+    for ending in ("", "s")
+}
+_SYSTEM = (
+    "text, but this type has no place for a system message. Use a type of chats, a mapping of columns as type "
+    "({field_system: ...}), or set drop_system_message: true to leave it out"
+)
 
 
 def _has_content(value: Any) -> bool:
@@ -88,14 +97,6 @@ def _has_content(value: Any) -> bool:
 
 def check_unread(row: Columns, system: str | None) -> None:
     """Raise DataError for a column with content that must not be left out and was not read: media, and `system`."""
-    for name in _MEDIA:
+    for name, problem in {**_MEDIA, **({system: _SYSTEM} if system else {})}.items():
         if name not in row.read and _has_content(row.get(name)):
-            raise DataError(
-                f"column {name!r} has content, but models are trained on text only. Remove the column if the texts are "
-                "complete without it, or the row."
-            )
-    if system is not None and system not in row.read and str(row.get(system) or "").strip():
-        raise DataError(
-            f"column {system!r} has text, but this type has no place for a system message. Use a type of chats, a "
-            "mapping of columns as type ({field_system: ...}), or set drop_system_message: true to leave it out."
-        )
+            raise DataError(f"column {name!r} has {problem}.")

@@ -164,13 +164,12 @@ def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
 def _read_kind(kind: str, paths: list[Path]) -> Dataset:
     if kind == "text":
         return Dataset.from_list(list(text_rows(paths)))
-    files, options = exact_files(kind, paths), reader_options(kind, paths)
     # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     if kind == "json":
-        return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
+        return read_json(list(map(str, paths)), contents)
     with reading(f"{shortened(', '.join(map(str, paths)))} as {kind}"):
-        rows = load_dataset(kind, contents, data_files=files, split="train", **options)
+        rows = load_dataset(kind, contents, split="train", **reader_arguments(kind, paths))
         rows.data.validate(full=True)
         return rows
 
@@ -181,30 +180,28 @@ def text_rows(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
         yield {"text": read_text(path), "file": str(path)}
 
 
-def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
-    """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
+def reader_arguments(kind: str, paths: list[Path]) -> dict[str, Any]:
+    """Arguments of `load_dataset` for files of a format on this machine, whose paths it takes for patterns otherwise.
 
     Raises DataError for a CSV file with two columns of the same name, or with more fields below the header than in it.
     """
-    starts = {path: header_and_first_row(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
-    check_starts({str(path): start for path, start in starts.items()})
-    names = [os.path.abspath(path) for path in paths]
-    return {"train": DataFilesList(names, [])}
+    csv_files = [path for path in paths if kind == "csv" and not _is_archive(path)]
+    header = check_starts({str(path): header_and_first_row(path) for path in csv_files})
+    files = {"train": DataFilesList([os.path.abspath(path) for path in paths], [])}
+    return {"data_files": files, **reader_options(kind, paths, header)}
 
 
-def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | None = None) -> dict[str, Any]:
+def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | None) -> dict[str, Any]:
     """Arguments of the reader of a format: a text is one row, and only empty fields of tables are missing values.
 
     All fields of tables are read as text, since the reader would guess types for some rows at a time. `header`: the
-    columns, of files that are not on this machine.
+    columns of a table, if they are known.
     """
     if kind == "text":
         return {"sample_by": "document", "encoding": "utf-8-sig"}
     if kind != "csv":
         return {}
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
-    if header is None and isinstance(paths[0], Path) and not _is_archive(paths[0]):
-        header = header_and_first_row(paths[0])[0]
     if header is not None:
         names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # as the reader names them
         options["features"] = Features({name: Value("string") for name in names})
@@ -241,17 +238,17 @@ def check_starts(starts: dict[str, tuple[list[str], list[str]]]) -> list[str] | 
     """
     header = None
     for name, (columns, row) in starts.items():
+        header, problem = header or columns, ""
         twice = next((column for column in columns if column and columns.count(column) > 1), None)
         if twice is not None:
-            raise DataError(f"{name}: the column {twice!r} occurs {columns.count(twice)} times. Rename one.")
-        if len(row) > len(columns):
-            raise DataError(f"{name}, line 2: {len(row)} fields, but the header has {len(columns)}. Correct the file.")
-        if set(columns) != set(header or columns):  # the reader would leave out the others
-            raise DataError(
-                f"{name}: its columns are {', '.join(columns)}, but the columns of the first file are "
-                f"{', '.join(header or [])}. Use separate entries of datasets."
-            )
-        header = header or columns
+            problem = f": the column {twice!r} occurs {columns.count(twice)} times. Rename one."
+        elif len(row) > len(columns):
+            problem = f", line 2: {len(row)} fields, but the header has {len(columns)}. Correct the file."
+        elif set(columns) != set(header):  # the reader would leave out the others
+            problem = f": its columns are {', '.join(columns)}, but the columns of the first file are "
+            problem += f"{', '.join(header)}. Use separate entries of datasets."
+        if problem:
+            raise DataError(f"{name}{problem}")
     return header
 
 

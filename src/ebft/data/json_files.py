@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,9 +34,9 @@ _COMMA = re.compile(r"\s*,?\s*")
 
 @dataclass
 class JsonFilesConfig(BuilderConfig):
-    """The files of each split."""
+    """The paths or URLs of the files."""
 
-    files: dict[str, list[str]] | None = None
+    files: list[str] | None = None
 
 
 class JsonFiles(ArrowBasedBuilder):
@@ -49,18 +49,14 @@ class JsonFiles(ArrowBasedBuilder):
         return DatasetInfo()
 
     def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
-        types, splits = Types(), []
-        for split, paths in self.config.files.items():
-            paths = [path.removeprefix("file://") for path in paths]
-            if not all(map(os.path.isfile, paths)):  # URLs; the library takes local paths for patterns
-                paths = list(dl_manager.iter_files(dl_manager.download_and_extract(paths)))
-            for path in paths:
-                for row in json_rows(Path(path)):
-                    types.add(row)
-            splits.append(SplitGenerator(name=split, gen_kwargs={"paths": paths}))
+        types, paths = Types(), [path.removeprefix("file://") for path in self.config.files]
+        if not all(map(os.path.isfile, paths)):  # URLs; the library takes local paths for patterns
+            paths = list(dl_manager.iter_files(dl_manager.download_and_extract(paths)))
+        for row in chain.from_iterable(json_rows(Path(path)) for path in paths):
+            types.add(row)
         # A table has at least one column.
         self.info.features = Features(types.features() or {"text": Value("string")})
-        return splits
+        return [SplitGenerator(name="train", gen_kwargs={"paths": paths})]
 
     def _generate_tables(self, paths: list[str]) -> Iterator[tuple[Key, pa.Table]]:
         features = self.info.features
@@ -72,15 +68,12 @@ class JsonFiles(ArrowBasedBuilder):
                 start += len(batch)
 
 
-def read_json(files: dict[str, list[str]], version: str, split: str) -> Dataset:
-    """A split of JSON files, given the files of each split; `version` changes with their contents.
-
-    Raises DataError with the file and the line of an error.
-    """
+def read_json(files: list[str], version: str) -> Dataset:
+    """The rows of JSON files, paths or URLs; `version` changes with their contents. Raises DataError with the line."""
     builder = JsonFiles(hash=version, files=files)
-    with reading(shortened(", ".join(files[split]))):
+    with reading(shortened(", ".join(files))):
         builder.download_and_prepare()
-    return builder.as_dataset(split=split)
+    return builder.as_dataset(split="train")
 
 
 def json_batches(paths: list[str]) -> Iterator[dict[str, Any]]:
@@ -110,10 +103,9 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"a row must be a JSON object, got {row!r:.60}")
                 count += 1
                 yield row
-    except UnicodeDecodeError:
-        read_text(path)  # raises with the line
-        raise
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            read_text(path)  # raises with the line
         if isinstance(error, DataError):
             raise
         place, problem = f"line {line}" if line else f"row {count}", cause(error)

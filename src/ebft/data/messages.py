@@ -191,15 +191,16 @@ def check_turns(messages: list[Message]) -> None:
     roles = [message["role"] for message in messages[:stop]]
     asks = [n for n, role in enumerate(roles) if role not in _INSTRUCTS and role != "assistant" and said[n]]
     is_greeting = lambda n: all(role in _INSTRUCTS for role in roles[:n])
+    goes_on = lambda n: roles[n] == roles[n - 1] and roles[n] not in _RESULTS and not messages[n].get("tool_calls")
+    reason = None
     if not asks or any(replied[n] and not is_greeting(n) for n in range(asks[0])):
-        raise Dropped(NO_PROMPT)
-    if any(role in ("user", "assistant") and not (said[n] or replied[n]) for n, role in enumerate(roles)):
-        raise Dropped(EMPTY_TURN)
-    if any(
-        roles[n] == roles[n - 1] and roles[n] not in _RESULTS and not messages[n].get("tool_calls")
-        for n in range(1, len(roles))
-    ):
-        raise Dropped(SAME_ROLE)
+        reason = NO_PROMPT
+    elif any(role in ("user", "assistant") and not (said[n] or replied[n]) for n, role in enumerate(roles)):
+        reason = EMPTY_TURN
+    elif any(map(goes_on, range(1, len(roles)))):
+        reason = SAME_ROLE
+    if reason:
+        raise Dropped(reason)
 
 
 def answers(messages: list[Message]) -> list[int]:
@@ -286,7 +287,11 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
             return message  # messages_of reports it
         # Arrow adds the keys of all messages to each, with the value None; an empty content is one.
         message = {key: value for key, value in message.items() if value is not None or key in contents}
-        message = _renamed(message, entry.message_property_mappings or {})
+        names = entry.message_property_mappings or {}
+        if not names and "role" not in message and "from" in message:
+            names = _SHAREGPT
+        given = {key: value_of(message, name) for key, name in names.items() if has_column(message, name)}
+        message = {key: message[key] for key in message if key not in names.values() and key not in names} | given
         role = message.get("role")
         if role == _CALL and _CALL not in aliases:
             given = _unpacked(message.pop("content", None), f"the content of message {number} ({_CALL})")
@@ -306,14 +311,6 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
 def role_names(entry: ShapeKeys) -> dict[str, str]:
     """The role for the chat template of each name in the data that differs from it."""
     return _ALIASES | {name: role for role, names in (entry.roles or {}).items() for name in names}
-
-
-def _renamed(message: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
-    names = given
-    if not given and "role" not in message and "from" in message:
-        names = _SHAREGPT
-    rest = {key: value for key, value in message.items() if key not in names.values() and key not in names}
-    return rest | {key: value_of(message, name) for key, name in names.items() if has_column(message, name)}
 
 
 def _with_thinking(message: dict[str, Any], entry: ShapeKeys) -> dict[str, Any]:

@@ -20,21 +20,12 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
+from ebft.data import row_counts
 from ebft.data.apply import IDS, WITH_REASON, Source, apply_transform, check_fields, plain
 from ebft.data.load import LoadedRows, load_sections, transformed_rows
 from ebft.data.messages import TOOLS, Message, check_turns, row_kwargs, says_something, text_or_messages
 from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate, split_by_template, split_markers, warn_of_split_markers
-from ebft.data.row_counts import (
-    COMPLETION_TOO_LONG,
-    NO_COMPLETION,
-    NO_PROMPT,
-    NO_REPLY,
-    NO_STEP,
-    REPLY_TOO_LONG,
-    TRUNCATED,
-    RowCounts,
-)
 from ebft.data.tokens import Tokens, ids_after
 from ebft.data.transforms import wanted_rows
 from ebft.data.transforms.formats import STYLES
@@ -77,10 +68,11 @@ class PreferenceRow:
         if wrong:
             raise DataError(f"label must be true (desirable) or false, got {wrong[0]!r:.60}. Convert it to booleans")
         labels = {name: bool(row[name]) for name in others}
-        reason = NO_PROMPT if _is_empty(prompt) else NO_COMPLETION if any(map(_is_empty, completions)) else ""
+        reason = row_counts.NO_COMPLETION if any(map(_is_empty, completions)) else ""
+        reason = row_counts.NO_PROMPT if _is_empty(prompt) else reason
         prompt_ids, completion_ids = ([], [[] for _ in names]) if reason else self._ids(row, prompt, completions)
         if not reason and len(prompt_ids) + max(map(len, completion_ids)) > self.sequence_len:
-            reason = COMPLETION_TOO_LONG
+            reason = row_counts.COMPLETION_TOO_LONG
         columns = {f"{name}_ids": ids for name, ids in zip(names, completion_ids, strict=True)}
         return {"prompt_ids": prompt_ids, **columns, **labels, "reason": reason}
 
@@ -134,7 +126,7 @@ def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBas
     features = FEATURES[config.required_rows.kind]
     warned: set[str] = set()  # styles
 
-    def load_entry(source: Source, counts: RowCounts) -> Dataset:
+    def load_entry(source: Source, counts: row_counts.RowCounts) -> Dataset:
         entry = source.entry
         name = str(entry.type).partition(".")[0]
         if name in STYLES and name not in warned:
@@ -160,7 +152,7 @@ def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
         names = ("chosen_ids", "rejected_ids")
         chosen, rejected = (_ids(row, name, hint, len(tokenizer)) for name in names)
         too_long = max(len(chosen), len(rejected)) > config.sequence_len
-        reason = NO_REPLY if not (chosen and rejected) else REPLY_TOO_LONG if too_long else ""
+        reason = row_counts.NO_REPLY if not (chosen and rejected) else row_counts.REPLY_TOO_LONG if too_long else ""
         margin = row.get("margin", 0.0)
         if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
             raise DataError(f"margin must be a finite number, got {margin!r:.60}. Correct the column, or remove it.")
@@ -182,7 +174,7 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
             raise DataError(f"labels has {len(labels)} entries, but input_ids has {len(ids)}.")
         kept = slice(config.sequence_len)
         is_empty = all(label == IGNORE for label in labels[kept])
-        reason = NO_STEP if is_empty else TRUNCATED if len(ids) > config.sequence_len else ""
+        reason = row_counts.NO_STEP if is_empty else row_counts.TRUNCATED if len(ids) > config.sequence_len else ""
         return {"input_ids": ids[kept], "labels": labels[kept], "reason": reason}
 
     features = Features({"input_ids": IDS, "labels": IDS, **WITH_REASON})

@@ -9,20 +9,11 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
+from ebft.data import messages as chats
 from ebft.data.apply import WITH_REASON, apply_transform, check_fields
 from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
-from ebft.data.messages import (
-    REPLY,
-    ROW_KWARGS,
-    TOOLS,
-    check_turns,
-    messages_of,
-    row_kwargs,
-    says_something,
-    text_or_messages,
-)
 from ebft.data.omissions import Omissions
 from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
 from ebft.data.tables import map_rows
@@ -132,23 +123,25 @@ class PromptRow:
             )
         fields = {
             **row,
-            "prompt": text_or_messages(row["prompt"], "prompt"),
+            "prompt": chats.text_or_messages(row["prompt"], "prompt"),
             "ground_truth": row.get("ground_truth"),
         }
         if "remaining_turns" in row:
-            fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
+            fields["remaining_turns"] = chats.messages_of(row["remaining_turns"], "remaining_turns")
         # What the chat template reads is JSON text: Arrow would add the keys of other rows.
-        given = {TOOLS: fields.get(TOOLS), REPLY: fields.get(REPLY), ROW_KWARGS: row_kwargs(fields, self.of_entry)}
+        given = {name: fields.get(name) for name in (chats.TOOLS, chats.REPLY)}
+        given[chats.ROW_KWARGS] = chats.row_kwargs(fields, self.of_entry)
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items() if value}
         fields |= {name: texts.get(name, "") for name in given if name in fields or name in texts}
         if isinstance(fields["prompt"], list):
             reply = {"role": "assistant", "content": "?"}  # one without a text has a reason of its own
-            check_turns([*fields["prompt"], reply, *fields.get("remaining_turns", [])])
+            chats.check_turns([*fields["prompt"], reply, *fields.get("remaining_turns", [])])
             self._check_rendering(fields)
         reason = self._reason(fields)
+        listed = lambda value: value.tolist() if hasattr(value, "tolist") else json.JSONEncoder().default(value)
         # Only rows that are kept determine the columns.
         return {
-            "row": "" if reason else json.dumps(fields, default=_listed),
+            "row": "" if reason else json.dumps(fields, default=listed),
             "columns": json.dumps([] if reason else list(fields)),
             "reason": reason,
         }
@@ -163,14 +156,14 @@ class PromptRow:
             return
         chat, reference = list(fields["prompt"]), fields["ground_truth"]
         if self.needs_reference and reference and reference.strip():
-            reply = json.loads(fields[REPLY]) if fields.get(REPLY) else {"role": "assistant", "content": reference}
+            reply = json.loads(fields.get(chats.REPLY) or "null") or {"role": "assistant", "content": reference}
             chat += [reply, *fields.get("remaining_turns", [])]
         compared = [index for index in range(len(fields["prompt"]), len(chat)) if is_reply(chat[index])]
         self.omissions.check(chat[: max(compared, default=len(chat) - 1) + 1], template, compared)
 
     def _reason(self, fields: dict[str, Any]) -> str:
         prompt, reference = fields["prompt"], fields["ground_truth"]
-        if not (prompt.strip() if isinstance(prompt, str) else any(map(says_something, prompt))):
+        if not (prompt.strip() if isinstance(prompt, str) else any(map(chats.says_something, prompt))):
             return NO_PROMPT
         if not self.needs_reference:
             talk = self.renderer.of_row(fields, compares=False)
@@ -182,8 +175,3 @@ class PromptRow:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
-
-
-def _listed(array: Any) -> Any:
-    """An array or a tensor as a list; for other values, the error of the json module."""
-    return array.tolist() if hasattr(array, "tolist") else json.JSONEncoder().default(array)

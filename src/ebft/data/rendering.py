@@ -12,16 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data import tokens
 from ebft.data.messages import Message
-from ebft.data.tokens import (
-    THINKING,
-    end_tokens,
-    ids_after,
-    join_thinking,
-    special_texts,
-    split_thinking,
-    thinking_spans,
-)
 from ebft.errors import DataError, cause
 
 _REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template writes after it
@@ -79,12 +71,12 @@ class ChatTemplate:
     def thinking_keys(self) -> list[str]:
         """The keys of an assistant turn with thinking that the template renders."""
         example = {"role": "assistant", "content": "?"}
-        return [key for key in THINKING if _REPLY in self._text([_ASKED, {**example, key: _REPLY}])]
+        return [key for key in tokens.THINKING if _REPLY in self._text([_ASKED, {**example, key: _REPLY}])]
 
     @cached_property
     def special(self) -> list[str]:
         """The texts of the tokenizer's special tokens."""
-        return special_texts(self.tokenizer)
+        return tokens.special_texts(self.tokenizer)
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -103,10 +95,10 @@ class ChatTemplate:
         It is the last one that the template writes both after the last reply and after one that is followed by a user
         turn: some templates close the content first (`<|END_RESPONSE|>` of Cohere), or end a chat with another token.
         """
-        known = end_tokens(self.tokenizer)
-        ids = ids_after(self.tokenizer, "", self.end_of_turn)
+        known = tokens.end_tokens(self.tokenizer)
+        ids = tokens.ids_after(self.tokenizer, "", self.end_of_turn)
         try:
-            following = ids_after(self.tokenizer, "", self.after_reply([_ASKED], [_ASKED])) if ids else []
+            following = tokens.ids_after(self.tokenizer, "", self.after_reply([_ASKED], [_ASKED])) if ids else []
         except DataError:
             following = []
         ends = [token for token in commonprefix([ids, following]) if token in known]
@@ -149,21 +141,21 @@ class ChatTemplate:
         if not self.thinking_keys:
             return False
         apart = {"role": "assistant", "content": "?", self.thinking_keys[0]: _REPLY}
-        joined = {"role": "assistant", "content": join_thinking(_REPLY, "?")}
+        joined = {"role": "assistant", "content": tokens.join_thinking(_REPLY, "?")}
         apart, joined = (self._text([_ASKED, message]).count("<think>") for message in (apart, joined))
         return joined > apart > 0
 
     def _with_thinking(self, message: Message) -> Message:
         """The message with its thinking in a key that the template reads, if there is one."""
-        given = next((key for key in THINKING if message.get(key)), None)
+        given = next((key for key in tokens.THINKING if message.get(key)), None)
         if given is not None and self.thinking_keys and given not in self.thinking_keys:
             rest = {key: value for key, value in message.items() if key != given}
             return {**rest, self.thinking_keys[0]: message[given]}
         content = message.get("content")
-        spans = thinking_spans(content) if given is None and isinstance(content, str) else []
+        spans = tokens.thinking_spans(content) if given is None and isinstance(content, str) else []
         starts = len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
         if starts and self._doubles_thinking:
-            thinking, answer = split_thinking(content)
+            thinking, answer = tokens.split_thinking(content)
             return {**message, "content": answer, self.thinking_keys[0]: thinking}
         return message
 

@@ -13,13 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import (
-    Dataset,
-    DatasetBuilder,
-    get_dataset_config_names,
-    get_dataset_default_config_name,
-    load_dataset_builder,
-)
+from datasets import Dataset, DatasetBuilder, get_dataset_default_config_name, load_dataset_builder
 
 from ebft.data.file_formats import files_below, kind_of, read_files, refuse_pointers
 from ebft.data.tables import reading
@@ -90,23 +84,13 @@ def is_repository(folder: Path) -> bool:
 
 
 def repository_of(folder: Path, entry: Any) -> Repository | None:
-    """The repository that `path` of an entry is, with the configuration `name`; None for other folders.
-
-    Raises DataError, with what is there, if there is no such configuration.
-    """
+    """The repository that `path` of an entry is, with the configuration `name`; None for other folders."""
     if entry.data_files or not folder.is_dir() or not is_repository(folder):
         return None
     place = str(folder.resolve())
-    with doing(f"reading the dataset repository {entry.path}"):
-        names, default = get_dataset_config_names(place), get_dataset_default_config_name(place)
-        name = entry.name or default
-        builder = load_dataset_builder(place, name) if name in names else None
-    if builder is None:
-        problem = "has several configurations" if name is None else f"has no configuration {name!r}"
-        raise DataError(
-            f"{entry.path}: the dataset repository {problem}. Set name to one of its configurations: "
-            f"{', '.join(names)}."
-        )
+    with doing(f"reading the dataset repository {entry.path}, with name: {entry.name}"):
+        name = entry.name or get_dataset_default_config_name(place)
+        builder = load_dataset_builder(place, name)
     kind = type(builder.config).__module__.rpartition(".")[2]
     if entry.ds_type not in (None, kind):
         raise DataError(f"{entry.path}: ds_type: {entry.ds_type}, but this dataset repository has {kind} files.")

@@ -12,18 +12,10 @@ from glob import glob
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import datasets
 import fsspec
 import numpy as np
-from datasets import (
-    Dataset,
-    DatasetBuilder,
-    DatasetDict,
-    ReadInstruction,
-    concatenate_datasets,
-    load_dataset,
-    load_dataset_builder,
-    load_from_disk,
-)
+from datasets import Dataset
 from huggingface_hub import snapshot_download
 
 from ebft.catalog import locate
@@ -184,13 +176,11 @@ def source_files(entry: Any) -> list[tuple[str, Path]] | None:
         return None
     folder = path if path.is_dir() else path.parent
     found = None if saved_to_disk(path) else repository_of(path, entry)
-    if found is not None:
-        files = [file for some in found.files.values() for file in some]
-        folder = folder.resolve()
-    elif path.is_dir() and not entry.data_files:
+    if found is None and path.is_dir() and not entry.data_files:
         files = file_formats.files_below(path)
     else:
-        files = [file for some in named_files(path, entry).values() for file in some]
+        folder = folder if found is None else folder.resolve()
+        files = sum((named_files(path, entry) if found is None else found.files).values(), [])
     return [(str(file.relative_to(folder) if file.is_relative_to(folder) else file), file) for file in files]
 
 
@@ -205,8 +195,8 @@ def saved_to_disk(path: Path) -> bool:
 def saved_parts(path: Path) -> dict[str, Dataset]:
     """The splits of a `save_to_disk` folder, whose rows are read from disk as they are needed."""
     with doing(f"reading the save_to_disk folder {path}"):
-        saved = load_from_disk(str(path))
-    return dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or file_formats.DEFAULT_SPLIT): saved}
+        saved = datasets.load_from_disk(str(path))
+    return dict(saved) if isinstance(saved, dict) else {str(saved.split or file_formats.DEFAULT_SPLIT): saved}
 
 
 def named_files(path: Path, entry: Any) -> dict[str, list[Path]]:
@@ -239,7 +229,7 @@ def load_hub(entry: Any, streaming: bool = False) -> Any:
     """The rows of a dataset of the Hub; with `streaming`, they are read as they are needed."""
     options = {"split": entry.split, "data_files": entry.data_files, "revision": entry.revision}
     with doing(f"loading datasets.path: {entry.path} from the Hub"):
-        return load_dataset(entry.path, entry.name, **options, **({"streaming": True} if streaming else {}))
+        return datasets.load_dataset(entry.path, entry.name, **options, **({"streaming": True} if streaming else {}))
 
 
 def is_url(path: str) -> bool:
@@ -255,7 +245,7 @@ def read_remote(entry: Any) -> Dataset:
         with doing(f"reading datasets.path: {', '.join(urls)}"):
             if kind == "json":
                 version = hashlib.sha256(builder.cache_dir.encode()).hexdigest()  # has the version of the files
-                parts[split] = read_json({file_formats.DEFAULT_SPLIT: urls}, version, file_formats.DEFAULT_SPLIT)
+                parts[split] = read_json(urls, version)
                 continue
             builder.download_and_prepare()
             parts[split] = builder.as_dataset(split="train")
@@ -263,7 +253,7 @@ def read_remote(entry: Any) -> Dataset:
     return take_split(parts, entry.split, entry.path)
 
 
-def remote_builders(entry: Any) -> dict[str, DatasetBuilder]:
+def remote_builders(entry: Any) -> dict[str, datasets.DatasetBuilder]:
     """The readers of the files at the URL of an entry, by split; nothing is downloaded yet."""
     return {split: _builder(urls, entry) for split, urls in _files(entry).items()}
 
@@ -274,7 +264,7 @@ def _files(entry: Any) -> dict[str, list[str]]:
     return {split: [entry.path] if given is None else list(map(below, given)) for split, given in named.items()}
 
 
-def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
+def _builder(urls: list[str], entry: Any) -> datasets.DatasetBuilder:
     kind = entry.ds_type or _kind(urls[0])
     names = [PurePosixPath(url.partition("?")[0]) for url in urls]
     header = None
@@ -286,7 +276,7 @@ def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
                 with each as file:
                     starts[each.full_name] = file_formats.header_and_first_row(name, file)
             header = file_formats.check_starts(starts)
-        return load_dataset_builder(kind, data_files=urls, **file_formats.reader_options(kind, names, header))
+        return datasets.load_dataset_builder(kind, data_files=urls, **file_formats.reader_options(kind, names, header))
 
 
 def _kind(url: str) -> str:
@@ -306,14 +296,14 @@ def take_split(parts: dict[str, Dataset], spec: str, source: str) -> Dataset:
     """
     sizes = {name: len(part) for name, part in parts.items()}
     with doing(f"taking the split {spec!r} of {source}, which has {', '.join(sizes)}"):
-        spans = ReadInstruction.from_spec(spec).to_absolute(sizes)
+        spans = datasets.ReadInstruction.from_spec(spec).to_absolute(sizes)
     # A slice from past the end is not clipped by the datasets library.
     ranges = [(span.splitname, range(*slice(span.from_, span.to).indices(sizes[span.splitname]))) for span in spans]
     chosen = [parts[name].select(rows) for name, rows in ranges if len(rows)]
     if len(chosen) < len(ranges):
         held = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
         raise DataError(f"{source}: split {spec!r}, or a part of it, selects no rows ({held}). Widen the slice.")
-    return concatenate_datasets(chosen) if len(chosen) > 1 else chosen[0]
+    return datasets.concatenate_datasets(chosen) if len(chosen) > 1 else chosen[0]
 
 
 def source_fingerprint(entry: Any) -> dict[str, Any]:

@@ -23,21 +23,12 @@ from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import StreamSettings
+from ebft.data import sources as raw
 from ebft.data.apply import tokeniser
-from ebft.data.file_formats import exact_files, reader_options, text_rows
+from ebft.data.file_formats import reader_arguments, text_rows
 from ebft.data.json_files import json_batches, json_rows
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.repositories import repository_of
-from ebft.data.sources import (
-    is_url,
-    load_hub,
-    local_files,
-    local_path,
-    names_a_format,
-    remote_builders,
-    saved_parts,
-    saved_to_disk,
-)
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, doing
 
@@ -176,15 +167,15 @@ def open_source(entry: Any) -> IterableDataset:
 
     Raises DataError that names the missing path or split.
     """
-    if is_url(entry.path):
-        return _one(remote_builders(entry), entry).as_streaming_dataset(split="train")
-    path = local_path(entry)
+    if raw.is_url(entry.path):
+        return _one(raw.remote_builders(entry), entry).as_streaming_dataset(split="train")
+    path = raw.local_path(entry)
     if path is None:
-        return load_hub(entry, streaming=True)
-    if saved_to_disk(path) and not names_a_format(entry):
-        return _one(saved_parts(path), entry).to_iterable_dataset()
+        return raw.load_hub(entry, streaming=True)
+    if raw.saved_to_disk(path) and not raw.names_a_format(entry):
+        return _one(raw.saved_parts(path), entry).to_iterable_dataset()
     found = repository_of(path, entry)
-    files = _one(local_files(path, entry), entry) if found is None else found.of_split(entry.split)
+    files = _one(raw.local_files(path, entry), entry) if found is None else found.of_split(entry.split)
     if found is not None and found.is_read_by_library:
         return found.builder.as_streaming_dataset(split=entry.split)
     kinds = sorted({kind for _, kind in files})
@@ -196,20 +187,18 @@ def open_source(entry: Any) -> IterableDataset:
     paths = [path for path, _ in files]
     if kinds == ["text"]:  # with its line ends, as without a stream
         return IterableDataset.from_generator(text_rows, gen_kwargs={"paths": paths})
-    names, options = exact_files(kinds[0], paths), reader_options(kinds[0], paths)
     if kinds == ["json"]:
         for path in paths:
             next(json_rows(path))  # raises for a file that does not begin with a row
         return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
     with doing(f"reading {entry.path}"):
-        return load_dataset(kinds[0], data_files=names, split="train", streaming=True, **options)
+        return load_dataset(kinds[0], split="train", streaming=True, **reader_arguments(kinds[0], paths))
 
 
 def _one(parts: dict[str, Any], entry: Any) -> Any:
     """The split of the entry."""
-    if entry.split not in parts:
-        raise DataError(f"{entry.path}: no split {entry.split!r}. Available splits: {', '.join(parts)}.")
-    return parts[entry.split]
+    with doing(f"taking the split {entry.split!r} of {entry.path}, which has {', '.join(parts)}"):
+        return parts[entry.split]
 
 
 SKIPPED: dict[str, Any] = {}  # takes the place of a row that an earlier run has trained on
@@ -270,18 +259,16 @@ class StreamRows(torch.utils.data.IterableDataset):
             while start < len(tokens):
                 pieces.append(tokens[start : start + room])
                 start, room = start + len(pieces[-1]), room - len(pieces[-1])
-                if not room:
-                    count += 1
-                    yield self._row(pieces, replace(at, row=count, token=start))
-                    pieces, room = [], self._length
-
-    def _row(self, pieces: list[list[int]], position: Position) -> dict[str, Any]:
-        ids = [token for piece in pieces for token in piece]
-        row = {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "position": position, "pieces": len(pieces)}
-        if self._apart:
-            row["labels"] = [label for piece in pieces for label in (IGNORE, *piece[1:])]
-            row["seq_lengths"] = [len(piece) for piece in pieces]
-        return row
+                if room:
+                    continue
+                count += 1
+                ids = [token for piece in pieces for token in piece]
+                row = {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "pieces": len(pieces)}
+                if self._apart:
+                    row["labels"] = [label for piece in pieces for label in (IGNORE, *piece[1:])]
+                    row["seq_lengths"] = [len(piece) for piece in pieces]
+                yield {**row, "position": replace(at, row=count, token=start)}
+                pieces, room = [], self._length
 
     def _texts(self, start: Position) -> Iterator[tuple[Position, list[int]]]:
         """The position and the tokens of each usable document, without end; the first may have been read in part."""

@@ -19,7 +19,7 @@ from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
 
-from ebft.errors import DataError, EBFTError, cause, doing
+from ebft.errors import DataError, cause, doing
 
 _CONNECTION_LOST = (EOFError, ConnectionError, multiprocess.TimeoutError)
 _DIED = "abruptly died"  # in the message of datasets for a worker that was killed
@@ -102,8 +102,6 @@ def forked_processes(name: str = "datasets") -> Iterator[None]:
     _is_forking = True
     try:
         yield
-    except EBFTError:
-        raise
     except Exception as error:
         reasons: list[BaseException] = [error]  # and those during whose handling it was raised
         while reasons[-1].__context__ is not None:

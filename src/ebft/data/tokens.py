@@ -45,12 +45,7 @@ class Tokens:
 
     @cached_property
     def ranges(self) -> Spans:
-        """The character range of each token. Raises DataError for tokenizers without offset mapping."""
-        if not self.tokenizer.is_fast:
-            raise DataError(
-                f"{type(self.tokenizer).__name__} does not support offset mapping, so the tokens of parts of a text "
-                "cannot be found. Use a fast tokenizer (one with a tokenizer.json)."
-            )
+        """The character range of each token; slow tokenizers have none, and raise NotImplementedError."""
         ranges, before = [], 0
         for start, end in token_ranges(self.tokenizer, self.text):
             # Some tokenizers exclude spaces from the range of a token, so that a token of spaces has an empty range.
@@ -146,6 +141,9 @@ TAGS = (
     ("<reasoning>", "</reasoning>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
+TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
+_BLOCK = re.compile("|".join(rf"{re.escape(start)}(.*?){re.escape(end)}\s*" for start, end in TAGS), re.DOTALL)
+_SPACE = re.compile(r"\s*")
 
 
 def thinking_spans(text: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
@@ -161,11 +159,8 @@ def split_thinking(text: str) -> tuple[str, str]:
     blocks = _blocks(text)
     if not blocks:
         return "", text
-    outside, done = [], 0
-    for start, end, _ in blocks:
-        outside.append(text[done:start])
-        done = end
-    answer = "".join([*outside, text[done:]]).lstrip()
+    ends, starts = [0, *(end for _, end, _ in blocks)], [*(start for start, _, _ in blocks), len(text)]
+    answer = "".join(text[end:start] for end, start in zip(ends, starts)).lstrip()
     return "\n\n".join(thought for _, _, thought in blocks if thought), answer
 
 
@@ -184,32 +179,11 @@ def with_thinking(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, thought) of each block."""
-    found = []
-    position = 0
-    headless = [
-        (close, tag) for opening, tag in TAGS if (close := text.find(tag)) >= 0 and not 0 <= text.find(opening) < close
-    ]
-    if headless:
-        close, tag = min(headless)
-        if not any(0 <= text.find(opening) < close for opening, _ in TAGS):
-            position = _past_space(text, close + len(tag))
-            found.append((0, position, text[:close].strip()))
-    while True:
-        closed = [
-            (start, close, opening, tag)
-            for opening, tag in TAGS
-            if (start := text.find(opening, position)) >= 0 and (close := text.find(tag, start + len(opening))) >= 0
-        ]
-        if not closed:
-            return found
-        start, close, opening, tag = min(closed)
-        position = _past_space(text, close + len(tag))
-        found.append((start, position, text[start + len(opening) : close].strip()))
-
-
-def _past_space(text: str, position: int) -> int:
-    return len(text) - len(text[position:].lstrip())
+    """(start, end, thought) of each block; a template may have opened the first one in the generation prompt."""
+    first = TAG.search(text)
+    done = 0 if first is None or first[0] not in dict(TAGS).values() else _SPACE.match(text, first.end()).end()
+    found = [(0, done, text[: first.start()].strip())] if done else []
+    return found + [(m.start(), m.end(), m[m.lastindex].strip()) for m in _BLOCK.finditer(text, done)]
 
 
 LONGEST = 2**18  # characters that are tokenised at once, if possible

@@ -9,17 +9,16 @@ message is found by changing its text: the rendering is the same before and afte
 import re
 from functools import cached_property
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ebft.config.section import EOS
 from ebft.data.messages import Message, is_context, replies, role_names
 from ebft.data.rendering import ChatTemplate
-from ebft.data.tokens import TAGS
+from ebft.data.tokens import TAG
 from ebft.errors import DataError
 
 # Two texts without a common start or end, so that what they share with the rendering is outside of the message.
 _MARKS = ("AEBFT-MARK-A", "ZEBFT-MARK-Z")
-_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
 _NAMES = ("role", "name", "id", "tool_call_id")  # texts of a message that are not its contents
 
 
@@ -44,7 +43,7 @@ class Places:
         places, done = [self._known(index) for index in indices], 0
         for index, place in zip(indices, places, strict=True):
             if place.start < done:
-                raise self._refused(f"renders message {index} before the end of an earlier one")
+                self._refuse(f"renders message {index} before the end of an earlier one")
             done = place.stop
         return places
 
@@ -88,7 +87,7 @@ class Places:
         """The turn `index`: a reply from the end of its header, another turn from its content, with what ends it."""
         content, calls = self._content(index), self.messages[index].get("tool_calls")
         if content is None:
-            raise self._refused(f"omits the {'tool calls' if calls else 'content'} of {self._named(index)}")
+            self._refuse(f"omits the {'tool calls' if calls else 'content'} of {self._named(index)}")
         is_reply = self.messages[index]["role"] == "assistant" and index > 0
         start = self._reply_start(index, content[0]) if is_reply else content[0]
         stop, end = self._stop(index, content[1]), self.render.end_of_turn
@@ -106,16 +105,16 @@ class Places:
         done, done_asked = self._last_content_end(index, asked, before)
         header, header_asked = self.text[done:content], asked[done_asked:]
         if content < done:
-            raise self._refused(f"renders earlier messages depending on the content of {self._named(index)}")
+            self._refuse(f"renders earlier messages depending on the content of {self._named(index)}")
         common = commonprefix([header, header_asked])
         rest, rest_asked = header[len(common) :], header_asked[len(common) :]
         if rest and rest_asked:
             common = re.sub(r"[<|/\w]+$", "", common)
             # Such as a block that the generation prompt opens and the reply closes; its tags can be special tokens.
             differs = any(self.special.search(text[len(common.rstrip()) :]) for text in (header, header_asked))
-            opens = _TAG.search(header_asked) and not _TAG.sub("", header_asked[len(common.rstrip()) :]).strip()
+            opens = TAG.search(header_asked) and not TAG.sub("", header_asked[len(common.rstrip()) :]).strip()
             if not common.strip() or (differs and not opens):
-                raise self._refused(f"writes another text before {self._named(index)} than before a new reply")
+                self._refuse(f"writes another text before {self._named(index)} than before a new reply")
         # White space that goes on in one of the two is another token there.
         goes_on = any(text[len(common) :][:1].isspace() for text in (header, header_asked))
         if rest_asked and goes_on and (rest or not self.text[content:].startswith("\n")):
@@ -153,7 +152,7 @@ class Places:
             return content + len(last) - found[1]
         token = self.special.search(gap) if calls else self.special.match(gap, len(gap) - len(gap.lstrip()))
         if token is None:
-            raise self._refused(f"ends {self._named(index)} differently than the last turn and without a special token")
+            self._refuse(f"ends {self._named(index)} differently than the last turn and without a special token")
         return content + token.end() + len(gap[token.end() :]) - len(gap[token.end() :].lstrip())
 
     def _content(self, index: int) -> tuple[int, int] | None:
@@ -172,7 +171,7 @@ class Places:
         for index, message in enumerate(self.messages):
             content = message.get("content")
             is_text = message.keys() == {"role", "content"} and isinstance(content, str) and content.strip()
-            if is_text and not _TAG.search(content):
+            if is_text and not TAG.search(content):
                 marks[index] = f"EBFT-{index}-MARK"
                 marked[index] = {**message, "content": marks[index]}
         try:
@@ -194,8 +193,8 @@ class Places:
             at += len(text) + len(following)
         return found if at == len(self.text) else {}
 
-    def _refused(self, problem: str) -> DataError:
-        return DataError(
+    def _refuse(self, problem: str) -> NoReturn:
+        raise DataError(
             f"chat template {self.template} {problem}, so turns cannot be separated. Use another chat_template, or "
             "leave a role that is not assistant out of roles_to_train."
         )
@@ -225,18 +224,16 @@ def _rendered_marked(
     render: ChatTemplate, messages: list[Message], index: int, with_names: bool, **kwargs: Any
 ) -> list[str]:
     """The chat with each of the marks in place of the texts of a message."""
-    chats = ([*messages[:index], _marked(messages[index], mark, with_names), *messages[index + 1 :]] for mark in _MARKS)
-    return [render(chat, **kwargs) for chat in chats]
-
-
-def _marked(message: Message, mark: str, with_names: bool) -> Message:
-    changed = {
-        key: mark if key not in _NAMES and (key == "content" or isinstance(value, str)) and value else value
-        for key, value in message.items()
-    }
-    if message.get("tool_calls"):
-        changed["tool_calls"] = [_marked_call(call, mark, with_names) for call in message["tool_calls"]]
-    return changed
+    found = []
+    for mark in _MARKS:
+        changed = {
+            key: mark if key not in _NAMES and (key == "content" or isinstance(value, str)) and value else value
+            for key, value in messages[index].items()
+        }
+        if changed.get("tool_calls"):
+            changed["tool_calls"] = [_marked_call(call, mark, with_names) for call in changed["tool_calls"]]
+        found.append(render([*messages[:index], changed, *messages[index + 1 :]], **kwargs))
+    return found
 
 
 def _marked_call(call: dict[str, Any], mark: str, with_names: bool) -> dict[str, Any]:

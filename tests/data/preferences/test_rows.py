@@ -5,7 +5,7 @@ import pytest
 from ebft.data.preferences import load_preference_rows
 from ebft.errors import DataError
 from tests.data.conftest import assistant, user, warned
-from tests.data.space_tokenizers import SCHEMES, space_tokenizer
+from tests.data.space_tokenizers import space_tokenizer
 from tests.preferences.runs import config_of
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -68,18 +68,6 @@ def test_unusable_rows_are_dropped_and_counted(load):
         "datasets: 5 documents produced 2 rows; dropped 1 without a prompt, 1 without a completion (or with only one "
         "of chosen and rejected), 1 whose prompt and completions do not fit within sequence_len"
     )
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_completions_follow_the_prompt_without_an_added_space(load, scheme):
-    tokenizer = space_tokenizer(scheme, "{% for m in messages %}[{{ m.content }}]\n{% endfor %}")
-    (row,) = load([{"prompt": "b\n", "chosen": "c b", "rejected": "Hi"}], tokenizer=tokenizer).train
-    shown = {name: tokenizer.convert_ids_to_tokens(ids) for name, ids in row.items()}
-    assert shown == {"prompt_ids": ["▁b", "\n"], "chosen_ids": ["c", "▁b", "</s>"], "rejected_ids": ["Hi", "</s>"]}
-    asked = {"prompt": [user("b")], "chosen": [assistant("c b")], "rejected": [assistant("Hi")]}
-    (row,) = load([asked], tokenizer=tokenizer).train
-    whole = tokenizer.apply_chat_template(asked["prompt"] + asked["chosen"], return_dict=True)["input_ids"]
-    assert row["prompt_ids"] + row["chosen_ids"] == whole
 
 
 LONGER = {**CHAT, "rejected": [*CHAT["rejected"], *CHAT["prompt"], *CHAT["rejected"]]}

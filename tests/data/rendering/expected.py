@@ -8,9 +8,12 @@ import json
 import re
 import sysconfig
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 TRL = Path(sysconfig.get_paths()["purelib"]) / "trl" / "chat_templates"
 OWN = Path(__file__).parents[3] / "src" / "ebft" / "models" / "templates"
@@ -56,6 +59,7 @@ CASES = [*TEMPLATES, *(f"{name}+space" for name in SPACED)]
 
 
 def _family(name: str) -> list[str]:
+    """BOS, EOS and the text of the token after a reply; empty where there is none."""
     stem = name.removesuffix("+space").partition("/")[2]
     lines = [line.split() for line in _TOKENS.split("\n") if line]
     found = {start: tokens for *tokens, start in ([*line[:3], start] for line in lines for start in line[3:])}
@@ -63,16 +67,9 @@ def _family(name: str) -> list[str]:
     return ["" if token == "-" else token for token in found[longest]]
 
 
-def end_of_reply(name: str) -> str:
-    """The text of the token after a reply, empty if the template writes none."""
-    return _family(name)[2]
-
-
 @cache
 def _bpe(spaced: bool) -> str:
     """The JSON of a BPE of 3000 tokens trained on modules of the standard library."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
     if spaced:
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -83,10 +80,8 @@ def _bpe(spaced: bool) -> str:
         trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=first, show_progress=False)
     else:
         tokenizer = Tokenizer(models.BPE())
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level]
-        )
+        parts = [pre_tokenizers.Split(Regex(PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
@@ -103,9 +98,6 @@ def _bpe(spaced: bool) -> str:
 @cache
 def tokenizer_of(name: str):
     """A tokenizer with the chat template `name`, whose vocabulary has the markers that the template writes."""
-    from tokenizers import AddedToken, Tokenizer, processors
-    from transformers import PreTrainedTokenizerFast
-
     path, (bos, eos, end) = TEMPLATES[name.removesuffix("+space")], _family(name)
     template = path.read_text(encoding="utf-8")
     own = [token for token in (bos, eos, end) if token]
@@ -117,11 +109,9 @@ def tokenizer_of(name: str):
     backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in special])
     if path.stem.startswith(_ADDS_BOS):
         backend.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, backend.token_to_id(bos))])
-    tokens = {"bos_token": bos, "eos_token": eos, "unk_token": "<unk>" if name.endswith("+space") else ""}
+    tokens = {"bos_token": bos or None, "eos_token": eos, "unk_token": "<unk>" if name.endswith("+space") else None}
     options = {"chat_template": template, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, **options, **{key: token for key, token in tokens.items() if token}
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **tokens)
 
 
 # --- Kinds of conversations
@@ -150,6 +140,7 @@ def _calls(*arguments, content=""):
 
 
 _RESULT = {"role": "tool", "content": "Cloudy, 9 degrees.", "tool_call_id": "call00001", "name": "get_weather"}
+_SUNNY = {**_RESULT, "content": "Sunny, 20 degrees."}
 _ARGUMENTS = {"city": "Lisbon", "days": 3, "region": None}
 _PROPERTIES = {
     "city": {"type": "string", "description": "Name of the town."},
@@ -180,17 +171,9 @@ KINDS = {
     "earlier_thinking": Chat([*_GUESSED, _reply("Still seven.", reasoning_content=_THOUGHT)]),
     "calls": Chat([_ASKED, _calls(_ARGUMENTS), _RESULT, _COOL], [_TOOL]),
     "string_calls": Chat([_ASKED, _calls(json.dumps(_ARGUMENTS)), _RESULT, _COOL], [_TOOL]),
-    "text_and_call": Chat(
-        [_ASKED, _calls(_ARGUMENTS, content="Let me look."), _RESULT, _reply("Rather cool.")], [_TOOL]
-    ),
+    "text_and_call": Chat([_ASKED, _calls(_ARGUMENTS, content="Let me look."), _RESULT, _COOL], [_TOOL]),
     "last_calls": Chat([_ASKED, _calls(_ARGUMENTS)], [_TOOL]),
-    "two_calls": Chat(
-        [
-            *(_ASKED, _calls(_ARGUMENTS, {"city": "Porto"}), _RESULT),
-            *({**_RESULT, "content": "Sunny, 20 degrees."}, _reply("Only in Porto.")),
-        ],
-        [_TOOL],
-    ),
+    "two_calls": Chat([_ASKED, _calls(_ARGUMENTS, {"city": "Porto"}), _RESULT, _SUNNY, _reply("Only there.")], [_TOOL]),
     "empty": Chat([_user("Say nothing."), _reply(""), *_TURNS[2:]]),
     "parts": Chat([make(parts) for make, parts in zip((_user, _reply) * 2, _IN_PARTS)]),
     "unicode": Chat([_user("Größe? 数を 🦜"), _reply("Ünï — 七, 🦜🏽 e\u0301.")]),
@@ -257,13 +240,9 @@ def written(chat):
 
 
 def described(chat):
-    """Texts of the descriptions of tools, which a template that has no place for tools leaves out."""
-    found = []
-    for tool in chat.tools or []:
-        properties = tool["function"]["parameters"]["properties"]
-        found += [tool["function"]["name"], tool["function"]["description"], *properties]
-        found += [prop["description"] for prop in properties.values()]
-    return found
+    """Texts of the description of the tool, which a template that has no place for tools leaves out."""
+    about = [prop["description"] for prop in _PROPERTIES.values()]
+    return [_FORECAST["name"], _FORECAST["description"], *_PROPERTIES, *about] if chat.tools else []
 
 
 def absent(parts, text):
@@ -284,24 +263,23 @@ def missing(chat, text):
     return found
 
 
+def changed(chat, change):
+    return chat._replace(messages=list(map(change, chat.messages)))
+
+
 def variants(chat):
     """A conversation as given, then equivalent ones, for templates that read its thinking or calls from elsewhere."""
     yield chat
-    for form in ("reasoning_content", "thinking", "content"):
-        yield chat._replace(messages=[_thinking_as(message, form) for message in chat.messages])
-    yield parsed_arguments(chat)
     for change in (
+        *(partial(_thinking_as, form=form) for form in ("reasoning_content", "thinking", "content")),
+        _with_objects,
         _with_strings,
         lambda message: _without_empty_content(_with_objects(message)),
         lambda message: _without_empty_content(_with_strings(message)),
         _in_parts,
         lambda message: _in_parts(_thinking_as(message, "content")),
     ):
-        yield chat._replace(messages=list(map(change, chat.messages)))
-
-
-def parsed_arguments(chat):
-    return chat._replace(messages=[_with_objects(message) for message in chat.messages])
+        yield changed(chat, change)
 
 
 def _thinking_as(message, form):
@@ -339,10 +317,8 @@ def _without_empty_content(message):
 
 
 def _joined(message):
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "".join(part if isinstance(part, str) else part["text"] for part in content)}
+    texts = (part if isinstance(part, str) else part["text"] for part in message["content"])
+    return {**message, "content": "".join(texts)}  # of a text, its characters
 
 
 def _in_parts(message):
@@ -386,7 +362,7 @@ def expected(name, chat) -> Expectation:
 
     A content that is a list of parts with text is their text, whatever the template makes of lists.
     """
-    chat = chat._replace(messages=[_joined(message) for message in chat.messages])
+    chat = changed(chat, _joined)
     found, first_lost, without_tools = [], None, []
     for number, variant in enumerate(variants(chat)):
         try:
@@ -400,7 +376,7 @@ def expected(name, chat) -> Expectation:
         if number == 0:
             first_lost = lost
             # Arguments that are JSON text are equivalent to objects; else there is no reason for another conversation.
-            if not lost and parsed_arguments(chat) == chat:
+            if not lost and changed(chat, _with_objects) == chat:
                 break
     return Expectation(found, first_lost, any(without_tools))
 
@@ -450,8 +426,12 @@ def _marked_spans(name, chat, text):
         return None
     options = {"tools": chat.tools, "chat_template": source, "return_dict": True, "return_assistant_tokens_mask": True}
     encoded = tokenizer_of(name).apply_chat_template(chat.messages, **options, **(chat.kwargs or {}))
-    mask = [*encoded["assistant_masks"], 0]
-    edges = [number for number, (a, b) in enumerate(zip([0, *mask], mask)) if a != b]
+    return ranges(encoded["assistant_masks"])
+
+
+def ranges(flags):
+    """(start, stop) of each run of true values."""
+    edges = [number for number, (a, b) in enumerate(zip([0, *flags], [*flags, 0])) if a != b]
     return list(zip(edges[::2], edges[1::2]))
 
 
@@ -461,20 +441,19 @@ def _prefix_spans(name, chat, text, ids, turns):
     Where the rendering of the first messages is not the beginning of the whole (a template that writes the last reply
     in another way), the turn ends with the end token and white space after the place of its content.
     """
-    spans, end = [], end_of_reply(name)
+    spans, end = [], _family(name)[2]
     for index in turns:
         start = common(ids_of(name, _asked(name, chat, index)), ids)
-        up_to = None
-        with suppress(Refusal):
+        try:
             up_to = render(name, chat, chat.messages[: index + 1])
-        if up_to is not None and text.startswith(up_to):
+        except Refusal:
+            up_to = "\0"  # in no text
+        if text.startswith(up_to):
             stop = len(up_to)
         else:
             begin = len(tokenizer_of(name).decode(ids[:start]))
             # Without an end token, a turn ends where the next one begins.
-            found = re.compile(f"{re.escape(end)}\\s*" if end else r"(?=<\|(?:user|observation)\|>)").search(
-                text, begin
-            )
-            stop = len(text) if found is None else found.end()
+            next_end = re.compile(f"{re.escape(end)}\\s*" if end else r"(?=<\|(?:user|observation)\|>)")
+            stop = found.end() if (found := next_end.search(text, begin)) else len(text)
         spans.append((start, len(ids_of(name, text[:stop]))))
     return spans

@@ -5,14 +5,14 @@ import warnings
 from functools import cache
 from typing import NamedTuple
 
-from ebft.data import row_counts
 from ebft.data.apply import ConfigView, tokeniser
 from ebft.data.conversation import Renderer
 from ebft.data.preferences import PreferenceRow
 from ebft.data.prompts import PromptRow
+from ebft.data.row_counts import Dropped
 from ebft.data.transforms import find_transform
 from ebft.run.config.schema import RunConfig
-from tests.data.rendering.expected import Chat, tokenizer_of
+from tests.data.rendering.expected import Chat, ranges, tokenizer_of
 
 
 class Found(NamedTuple):
@@ -27,12 +27,6 @@ class Found(NamedTuple):
     all_turns: bool = False
     is_sampled: bool = False
     is_reference: bool = False
-
-
-class Dropped(NamedTuple):
-    """A row that is dropped, with the reason under which it is counted."""
-
-    reason: str
 
 
 STRUCTURED = {"rl": "ebft"}
@@ -84,38 +78,24 @@ def worse(reply: dict) -> dict:
     return {**reply, "content": f"{reply['content']} Or not"}
 
 
-def rows_of(method: str, name: str, chat: Chat) -> list[Found] | Dropped:
-    """The texts of the row of a conversation: one, or for pairs the chosen and the rejected one."""
-    try:
-        return loaded(method, name, raw_row(method, chat))
-    except row_counts.Dropped as dropped:
-        return Dropped(str(dropped))
-
-
-def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
-    """The texts of a row of a data file."""
-    config, tokenizer = config_of(method), tokenizer_of(name)
+def rows_of(method: str, name: str, chat: Chat) -> list[Found]:
+    """The texts of the row of a conversation: one, or for pairs the chosen and the rejected one. Raises Dropped."""
+    config, tokenizer, raw = config_of(method), tokenizer_of(name), raw_row(method, chat)
     if method in ("strided", "sft"):
-        row = tokeniser(config.datasets[0], config, tokenizer)(raw, 0)
-        if row["reason"]:
-            return Dropped(row["reason"])
+        row = kept(tokeniser(config.datasets[0], config, tokenizer)(raw, 0))
         trained = [label != -100 for label in row["labels"]]
         wrong = [a for a, b in zip(row["labels"], row["input_ids"]) if a not in (-100, b)]
         assert not wrong, f"labels that are not the tokens: {wrong}"
-        return [Found(row["input_ids"], _ranges(trained), True, is_sampled=method == "strided")]
+        return [Found(row["input_ids"], ranges(trained), True, is_sampled=method == "strided")]
     if method in ("dpo", "kto"):
-        row = PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw))
-        if row["reason"]:
-            return Dropped(row["reason"])
+        row = kept(PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw)))
         names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)
         start = len(row["prompt_ids"])
         return [Found([*row["prompt_ids"], *row[key]], [(start, start + len(row[key]))]) for key in names]
     if method == "reward_model":
         row = transformed(config, tokenizer, raw)
         return [Found(row[name], []) for name in ("chosen_ids", "rejected_ids")]
-    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw))
-    if packed["reason"]:
-        return Dropped(packed["reason"])
+    packed = kept(PromptRow(config, tokenizer)(transformed(config, tokenizer, raw)))
     ids, spans = [], []
     for turn in Renderer(tokenizer).of_row(json.loads(packed["row"])).turns:
         ids += turn.lead_ids
@@ -124,14 +104,15 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
     return [Found(ids, spans, method == "multiturn", is_sampled=True, is_reference=True)]
 
 
+def kept(row):
+    if row["reason"]:
+        raise Dropped(row["reason"])
+    return row
+
+
 def transformed(config, tokenizer, raw):
     """What the transform makes of a row; all other columns are removed, as loading does."""
     entry = config.datasets[0]
     transform_fn, arguments = find_transform(entry.type)(ConfigView(config), dataset=entry)
     assert arguments["remove_columns"] == "__all__"
     return transform_fn(dict(raw), tokenizer=tokenizer)
-
-
-def _ranges(flags: list[bool]) -> list[tuple[int, int]]:
-    edges = [number for number, (a, b) in enumerate(zip([False, *flags], [*flags, False])) if a != b]
-    return list(zip(edges[::2], edges[1::2]))

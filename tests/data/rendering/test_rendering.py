@@ -6,9 +6,12 @@ from fnmatch import fnmatch
 
 import pytest
 
+from ebft.data.load import load_token_rows
+from ebft.data.row_counts import LEFT_OUT, UNTHINKING, Dropped
 from ebft.errors import DataError
+from tests.data.conftest import assistant, config_of, user
 from tests.data.rendering.expected import CASES, KINDS, Chat, expectation, expected, tokenizer_of
-from tests.data.rendering.rows import SETTINGS, Dropped, rows_of, worse
+from tests.data.rendering.rows import SETTINGS, rows_of, worse
 
 # Methods that read a prompt and a completion instead of messages.
 OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
@@ -38,7 +41,7 @@ def outcome(method, name, chat):
         warnings.simplefilter("always")
         try:
             found = rows_of(method, name, chat)
-        except DataError as error:
+        except (DataError, Dropped) as error:
             found = error
     return found, " ".join(str(warning.message) for warning in caught)
 
@@ -52,7 +55,7 @@ def faults(method, name, kind):
             return []
         return [f"refused, although the template renders it: {str(found)[-170:]}"]
     if isinstance(found, Dropped):
-        return [] if meant(method, name, kind, "dropped") else [f"dropped: {found.reason}"]
+        return [] if meant(method, name, kind, "dropped") else [f"dropped: {found}"]
     if not right.renderings and all(part in warned for part in right.lost):
         return []  # a warning names each part
     if not right.renderings:
@@ -151,3 +154,24 @@ def test_rows(name):
         for line in faults(method, name, kind)
     ]
     assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize("template", ["trl/llama3_1", "trl/qwen2_5", "trl/qwen3", "trl/glm4moe", "trl/gptoss"])
+def test_results_of_tools_are_json_or_text(template):
+    """Objects are written as JSON, by the template or before it, and never as Python's text."""
+    *asked, result, reply = KINDS["calls"].messages
+    for content in ({"sky": "grey"}, [{"type": "text", "text": "Cloudy."}], None, []):
+        chat = Chat([*asked, {**result, "content": content}, reply], KINDS["calls"].tools)
+        text = tokenizer_of(template).decode(rows_of("sft", template, chat)[0].ids)
+        assert ('"sky": "grey"' if isinstance(content, dict) else "Cloudy." if content else "") in text
+        assert not any(part in text for part in ("'sky'", "'type'", "[]", "None"))
+
+
+def test_thinking_of_earlier_turns_is_counted(write_jsonl, capsys):
+    talk = [user("w7"), assistant("<think>\nt9\n</think>\n\nw8"), user("u2"), assistant("<think>t3</think>e")]
+    path = write_jsonl([{"messages": talk}] * 3)
+    types = {"chat_template": (UNTHINKING, 3), "ebft_strided_chat.transform_all_turns": (LEFT_OUT, 6)}
+    for type, (what, count) in types.items():
+        rows = load_token_rows(config_of(type, path=path, sequence_len=4096), tokenizer_of("trl/qwen3"))
+        assert rows.reports[0].counts == {what: 3} and len(rows.train) == count
+    assert f"produced 3 rows (3 {UNTHINKING})" in capsys.readouterr().err

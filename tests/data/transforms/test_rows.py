@@ -32,9 +32,9 @@ def ids_of(tokenizer, type, row, **entry):
     return found["input_ids"], found["prompt_length"]
 
 
-def preference(tokenizer, prompt, method="dpo"):
+def preference(tokenizer, prompt, method="dpo", reply="y"):
     """The ids of the prompt and of the first completion."""
-    completions = {"chosen": "y", "rejected": "z"} if method == "dpo" else {"completion": "y", "label": True}
+    completions = {"chosen": reply, "rejected": "z"} if method == "dpo" else {"completion": reply, "label": True}
     config = config_of("passthrough", rl=method, sequence_len=64, micro_batch_size=2)
     row = PreferenceRow(config, tokenizer)({"prompt": prompt, **completions})
     return row["prompt_ids"], row["chosen_ids" if method == "dpo" else "completion_ids"]
@@ -92,6 +92,7 @@ def test_tokenizers_that_add_a_space(scheme):
     tokenizer = space_tokenizer(scheme)
     ids, length = ids_of(tokenizer, "ebft_strided_structured", {"input": "b\n", "output": "c b"})
     assert tokenizer.convert_ids_to_tokens(ids[length:]) == ["c", "▁b", "</s>"]
+    assert preference(tokenizer, "b\n", reply="c b") == (ids[:length], ids[length:])
     for prompt, truth, words in (("b\n", "c b", ["c", "▁b"]), ("b", " c", ["▁c"])):
         found = Renderer(tokenizer).of_row({"prompt": prompt, "ground_truth": truth})
         assert tokenizer.convert_ids_to_tokens(found.reference_ids) == words

@@ -33,7 +33,7 @@ def tokenizer():
 
 @pytest.fixture
 def trained(tokenizer):
-    """`trained(messages, entry={...})`: the words of a row without those of PROMPT.
+    """`trained(messages, entry={...})`: the words of a row; PROMPT is a word for several.
 
     Those trained on are in brackets, turns, where the anchors of strided mode can be, in parentheses.
     """

@@ -9,31 +9,21 @@
 - Steps, `{input_ids, labels}`, for process reward models.
 """
 
+import itertools
 import json
 from collections.abc import Callable
-from itertools import accumulate, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.nemo_gym import path_in
 from ebft.data import messages as chats
+from ebft.data import tokens
 from ebft.data.columns import first_present, text_of, value_of
 from ebft.data.messages import Message, says_something
 from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate
 from ebft.data.row_counts import EMPTY, NO_PROMPT, NO_REFERENCE, NO_REPLY, Dropped
-from ebft.data.tokens import (
-    LONGEST,
-    THINKING,
-    Tokens,
-    ids_after,
-    mask_after,
-    split_thinking,
-    thinking_spans,
-    token_ids,
-    with_thinking,
-)
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns
 from ebft.data.transforms.formats import Example, Row, reader
 from ebft.data.turns import Places, TurnLabels, trained_ranges, turn_labels
@@ -90,17 +80,15 @@ def _pair_tokens(cfg: Any, read: Callable[[Row], Example]) -> Transform:
     def transform_fn(example, tokenizer=None):
         found = read(example)
         prompt, (completion,) = found.prompt, found.replies
-        if not prompt.strip():
-            raise Dropped(NO_PROMPT)
-        if not completion.strip():
-            raise Dropped(NO_REFERENCE)
+        if not (prompt.strip() and completion.strip()):
+            raise Dropped(NO_REFERENCE if prompt.strip() else NO_PROMPT)
         prompt_ids = continued_ids(tokenizer, prompt)
-        completion_ids = with_eos(tokenizer, ids_after(tokenizer, prompt, completion))
+        completion_ids = with_eos(tokenizer, tokens.ids_after(tokenizer, prompt, completion))
         row = segments_row([(prompt_ids, False), (completion_ids, True)], cfg.train_on_inputs)
         if not cfg.ebft.mask_thinking_ce:
             return row
         row["turn_spans"] = [[row["prompt_length"], len(row["input_ids"])]]  # thinking is sampled too
-        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))
+        thought = tokens.mask_after(tokenizer, prompt, completion, tokens.thinking_spans(completion))
         masked = [False] * len(prompt_ids) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
 
@@ -134,7 +122,11 @@ class _Chats:
         self.omissions = Omissions(self.template)
 
     def __call__(self, example: Row, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        turns = self._turns(messages)
+        if self.labels is None:  # calls cannot be compared with a reference
+            turns = [turn for turn in chats.replies(messages)[-1:] if says_something(messages[turn])]
+        else:  # the model does not learn to say nothing
+            calls = [bool(message.get("tool_calls")) for message in messages]
+            turns = [turn for turn in self.labels.turns(messages) if says_something(messages[turn]) or calls[turn]]
         if not turns:
             raise Dropped(NO_REFERENCE if messages else EMPTY)  # templates may fail to render such a chat
         chats.check_turns(messages)
@@ -151,13 +143,6 @@ class _Chats:
         messages = self.omissions.with_known_roles(messages, template)
         return self._row(messages, turns, template)
 
-    def _turns(self, messages: list[Message]) -> list[int]:
-        """The turns to train on; the model does not learn to say nothing."""
-        if self.labels is None:  # calls cannot be compared with a reference
-            return [turn for turn in chats.replies(messages)[-1:] if says_something(messages[turn])]
-        learned = [says_something(message) or bool(message.get("tool_calls")) for message in messages]
-        return [turn for turn in self.labels.turns(messages) if learned[turn]]
-
     def _row(self, messages: list[Message], turns: list[int], template: ChatTemplate) -> dict[str, Any]:
         found, eos = Places(template, messages), "turn" if self.labels is None else self.labels.eos
         self.omissions.check(messages, template, turns, found.text)
@@ -166,15 +151,17 @@ class _Chats:
         if eos != "none":
             for index, place in zip(turns, places, strict=True):
                 self.omissions.check_end(messages[index], found.text[place.ends : place.stop])
-        tokens = Tokens(template.tokenizer, found.text)
-        is_on = [True] * len(tokens.ids) if self.cfg.train_on_inputs else tokens.mask([*trained, *ends])
+        whole = tokens.Tokens(template.tokenizer, found.text)
+        is_on = [True] * len(whole.ids) if self.cfg.train_on_inputs else whole.mask([*trained, *ends])
         off = [not on for on in is_on]
         if self.cfg.ebft.mask_thinking_ce:
             replied = (place for index, place in zip(turns, places) if messages[index]["role"] == "assistant")
-            thoughts = [span for place in replied for span in thinking_spans(found.text, place.start, place.stop)]
-            off = [left or right for left, right in zip(off, tokens.mask(thoughts), strict=True)]
-        row = text_row(tokens.ids) | {"prompt_length": tokens.before(places[-1].start)}
-        spans = tokens.ranges_of([(place.start, place.stop) for place in places if place.start < place.stop])
+            thoughts = [
+                span for place in replied for span in tokens.thinking_spans(found.text, place.start, place.stop)
+            ]
+            off = [left or right for left, right in zip(off, whole.mask(thoughts), strict=True)]
+        row = text_row(whole.ids) | {"prompt_length": whole.before(places[-1].start)}
+        spans = whole.ranges_of([(place.start, place.stop) for place in places if place.start < place.stop])
         return {**without_labels(row, off), "turn_spans": spans}
 
 
@@ -224,20 +211,20 @@ def _reasoned(
         if reply is None:
             return _prompt(prompt, None)
         reply = change(reply, tokenizer)
-        return {**_prompt(prompt, reply), "ground_truth": with_thinking(reply)["content"]}
+        return {**_prompt(prompt, reply), "ground_truth": tokens.with_thinking(reply)["content"]}
 
     return reference
 
 
 def rendered_reply(reply: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
     """The reply with its thinking where the chat template renders it: in a key of its own, or else in the content."""
-    has_key = any(reply.get(key) for key in THINKING)
-    return reply if has_key and ChatTemplate(tokenizer).thinking_keys else with_thinking(reply)
+    has_key = any(reply.get(key) for key in tokens.THINKING)
+    return reply if has_key and ChatTemplate(tokenizer).thinking_keys else tokens.with_thinking(reply)
 
 
 def _apart(reply: Message) -> Message:
     """The reply with its thinking in `reasoning_content` and only the answer in the content."""
-    thinking, answer = split_thinking(reply.get("content", ""))
+    thinking, answer = tokens.split_thinking(reply.get("content", ""))
     return {**reply, "content": answer, **({"reasoning_content": thinking} if thinking else {})}
 
 
@@ -247,7 +234,7 @@ _REFERENCES = {
     "last": lambda messages, tokenizer: _prompt(*chats.before_last_answer(messages)),
     "rendered": _reasoned(rendered_reply),
     "answer": _reasoned(
-        lambda reply, tokenizer: {"role": "assistant", "content": split_thinking(reply.get("content", ""))[1]}
+        lambda reply, tokenizer: {"role": "assistant", "content": tokens.split_thinking(reply.get("content", ""))[1]}
     ),
     # The template may render or omit the thinking of earlier turns; the reference keeps its own, in <think> tags.
     "split": _reasoned(lambda reply, tokenizer: rendered_reply(_apart(reply), tokenizer), in_prompt=_apart),
@@ -282,9 +269,9 @@ def _comparisons(cfg: Any, entry: Any, read: Callable[[Row], Example]) -> Transf
                 raise Dropped(NO_REPLY)
             chats.check_turns([*found.prompt, *reply])
             chat = omissions.with_known_roles([*found.prompt, *reply], template)
-            tokens = Tokens(tokenizer, template(chat))
-            omissions.check(chat, template, {len(chat) - 1}, tokens.text)
-            row[f"{name}_ids"] = tokens.ids
+            whole = tokens.Tokens(tokenizer, template(chat))
+            omissions.check(chat, template, {len(chat) - 1}, whole.text)
+            row[f"{name}_ids"] = whole.ids
         return {**row, "margin": value_of(example, "margin")} if "margin" in example else row
 
     return transform_fn, _ALL
@@ -327,10 +314,10 @@ def _segments(cfg: Any, entry: Any) -> Transform:
             if not is_one or not isinstance(segment.get("text"), str | None):
                 raise DataError(f"column {column!r}, segment {number}: expected {{text: ..., label: true or false}}.")
         parts = [(encode(tokenizer, each["text"] or "", special=False), each["label"]) for each in segments]
-        groups = groupby((part for part in parts if part[0]), key=lambda part: part[1])
+        groups = itertools.groupby((part for part in parts if part[0]), key=lambda part: part[1])
         joined = [([token for ids, _ in group for token in ids], label) for label, group in groups]
         row = segments_row(joined or [([], True)], cfg.train_on_inputs)
-        ends = list(accumulate(len(ids) for ids, _ in joined))
+        ends = list(itertools.accumulate(len(ids) for ids, _ in joined))
         row["turn_spans"] = [[end - len(ids), end] for end, (ids, label) in zip(ends, joined) if label]
         if joined and not joined[-1][1] and len(joined) > 1:
             row["prompt_length"] -= len(joined[-2][0])  # the last segment is not trained on
@@ -380,21 +367,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list
 
     They are not added to a text that already starts or ends with them.
     """
+    ids = tokens.token_ids(tokenizer, text)
     if not special:
-        return token_ids(tokenizer, text)
+        return ids
     own, whole = (tokenizer("x", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
     at = next((at for at in range(len(whole)) if whole[at : at + len(own)] == own), len(whole))
     before, after = whole[:at], whole[at + len(own) :]  # the special tokens that the tokenizer adds to a text
-    if len(text) > LONGEST:
-        ids = token_ids(tokenizer, text)
-        start = [] if ids[: len(before)] == before else before
-        return [*start, *ids, *([] if after and ids[-len(after) :] == after else after)]
-    ids = tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
-    if before and ids[: 2 * len(before)] == before * 2:
-        ids = ids[len(before) :]
-    if after and ids[-2 * len(after) :] == after * 2:
-        ids = ids[: -len(after)]
-    return ids
+    start = [] if ids[: len(before)] == before else before
+    return [*start, *ids, *([] if after and ids[-len(after) :] == after else after)]
 
 
 def continued_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

@@ -1,11 +1,12 @@
-"""Blocks of raw rows: their order, where they end, and reading them again from a position."""
+"""Streams: blocks of raw rows and rows of exactly sequence_len tokens, and continuing from a position in them."""
 
 import json
+from itertools import islice
 
 import pytest
 from datasets import Dataset, IterableDataset
 
-from ebft.data.stream import StreamedDocuments, StreamSource
+from ebft.data.stream import SKIPPED, Position, StreamedDocuments, StreamRows, StreamSource
 from ebft.errors import DataError, told
 
 
@@ -18,7 +19,7 @@ def documents(sizes, size, seed=None, skip=0, weights=None):
 
 
 def taken(blocks, number):
-    return [next(blocks) for _ in range(number)]
+    return list(islice(blocks, number))
 
 
 def places(block):
@@ -104,3 +105,51 @@ def test_no_more_than_a_block_is_read_ahead_and_an_error_names_the_row():
     assert told(caught.value) == "while reading rows after row 25: OSError: the disk is gone"
     with pytest.raises(DataError, match="source 0: there are no rows after skip: 5"):
         next(documents([5], size=3, skip=5).blocks())
+
+
+# Documents of consecutive tokens: 1, 2, ... in the first, 11, 12, ... in the second.
+LENGTHS = (3, 6, 1, 0, 2)
+
+
+def stream(length=4, apart=True, seed=None, size=3, lengths=LENGTHS):
+    def sources():
+        return [StreamSource("rows", Dataset.from_dict({"n": list(range(len(lengths)))}).to_iterable_dataset())]
+
+    encode = lambda document: [10 * document.row["n"] + place + 1 for place in range(lengths[document.row["n"]])]
+    return StreamRows(StreamedDocuments(sources, size, seed), encode, length, apart)
+
+
+def test_documents_fill_rows_and_continue_in_the_next_one():
+    rows = taken(stream().rows(), 3)
+    assert [row["input_ids"] for row in rows] == [[1, 2, 3, 11], [12, 13, 14, 15], [16, 41, 42, 1]]
+    assert [row["seq_lengths"] for row in rows] == [[3, 1], [4], [1, 2, 1]]
+    assert [row["pieces"] for row in rows] == [2, 1, 3]
+    labels = [[-100, 2, 3, -100], [-100, 13, 14, 15], [-100, -100, 42, -100]]  # none for the first of a document
+    assert [row["labels"] for row in rows] == labels
+    passes = [row["input_ids"] for row in taken(stream(length=11).rows(), 3)]
+    assert passes == [[1, 2, 3, *range(11, 17), 41, 42]] * 3  # a document of one token has nothing to predict
+    row = taken(stream(apart=False).rows(), 1)[0]
+    assert row["input_ids"] == [1, 2, 3, 11] and row["labels"] == [-100, 2, 3, 11] and "seq_lengths" not in row
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_position_after_a_row_gives_the_rows_after_it(seed):
+    made = stream(seed=seed)
+    rows = taken(made.rows(), 12)
+    for number in range(9):
+        position = rows[number]["position"]
+        assert position.row == number + 1
+        again = taken(made.rows(Position(**position.as_json())), 11 - number)
+        assert again == rows[number + 1 :]
+
+
+def test_continuing_skips_to_the_row_and_begins_with_empty_rows():
+    made = stream(seed=3)
+    rows = taken(made.rows(), 8)
+    made.continue_from(rows[1]["position"], row=4, skipped=3)
+    assert taken(made, 6) == [SKIPPED] * 3 + rows[4:7]
+
+
+def test_a_stream_without_text_ends_with_an_error():
+    with pytest.raises(DataError, match="no document of the stream has text to train on"):
+        taken(stream(lengths=(1, 0)).rows(), 1)
