@@ -5,7 +5,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.conftest import plain
+from tests.cli.conftest import flat, plain
 from tests.export.models import save_adapter, with_adapter
 from tests.export.test_sharded import parts  # noqa: F401  a fixture
 
@@ -33,7 +33,7 @@ def test_an_adapter_is_merged(run, from_folder, ebft, refused, tiny_llama_dir):
     expected = with_adapter(tiny_llama_dir, output).merge_and_unload().state_dict()
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
     assert "is not empty" in refused("merge-lora", run)
-    assert "contains a full model, which needs no merging" in refused("merge-lora", tiny_llama_dir)
+    assert f"Can't find 'adapter_config.json' at '{tiny_llama_dir}'" in flat(ebft("merge-lora", tiny_llama_dir).stderr)
 
 
 def test_parts_of_a_sharded_model_are_merged(ebft, parts, tmp_path):  # noqa: F811

@@ -190,10 +190,10 @@ def change(rows):
     rows.write_text(rows.read_text().replace("question 3", "question three"))
 
 
-def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, tiny_llama_dir, tmp_path):
+def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(sweep_of, tiny_llama_dir, tmp_path):
     shutil.copytree(tiny_llama_dir, tmp_path / "model")
-    words = [f"base_model={tmp_path / 'model'}", f"output_dir={tmp_path / 'out'}"]
-    identity = lambda: module._identity(module.load_config(run_file, words), tmp_path / "out")
+    sweep = sweep_of("seed: [1]", f"base_model={tmp_path / 'model'}")
+    identity = lambda: sweep._identity(sweep.runs[0])
     first = identity()
     assert identity() == first
     change(tmp_path / "rows.jsonl")

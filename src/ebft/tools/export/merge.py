@@ -312,8 +312,6 @@ class Merge:
 def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | None = None) -> MergeSource:
     """The adapter in the `output_dir` of a config (or in the folder `adapter`) and its base model."""
     folder = Path(adapter or config.output_dir).expanduser()
-    if not (folder / CONFIG).is_file():
-        raise adapters.no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
     config = as_trained(config, folder)
     return MergeSource(
         folder,
