@@ -29,7 +29,7 @@ def read(tmp_path):
     return of
 
 
-def test_a_grid_is_every_combination_and_a_list_names_them(read):
+def test_a_grid_is_every_combination_and_a_list_names_them_and_names_are_unique_and_short(read):
     found = read("learning_rate: [1.0e-5, 0.001]\nebft.feature_layers: [[0.5], [0.25, 0.75]]\nadapter: [null]\n")
     expected = [(rate, layers) for rate in (1e-5, 1e-3) for layers in ([0.5], [0.25, 0.75])]
     names = ("learning_rate", "ebft.feature_layers", "adapter")
@@ -39,9 +39,6 @@ def test_a_grid_is_every_combination_and_a_list_names_them(read):
     found = read("[{seed: 1}, {seed: 2, base_model: a/b}]")
     assert [one.name for one in found] == ["seed=1", "seed=2,base_model=a-b"]
     assert found[1].overrides() == ["seed=2", 'base_model="a/b"']
-
-
-def test_names_are_unique_and_short(read):
     first, second, third = (one.name for one in read("base_model: [a/b, a-b, c]"))
     assert first != second and all(name.startswith("base_model=a-b-") for name in (first, second))
     assert third == "base_model=c"
