@@ -60,8 +60,17 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
     adapter, base = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
         raise ModelError(f"--model {name}: {type(adapter).__name__} adds virtual tokens, which is not supported.")
-    if not _same_model(config, base):
-        _check_base(config, name, base, tokenizer)
+    if _same_model(config, base):
+        return
+    with prefixed(f"--model {name}", ModelError):
+        size = load_model_config(_of_base(config, base)).get_text_config().vocab_size
+    if base != name and _has_tokenizer(name):
+        return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
+    _check_tokenizer(find_model(base, "--model"), tokenizer)
+    if size < len(tokenizer):
+        raise ModelError(
+            f"--model {name}: its vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}."
+        )
 
 
 def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:
@@ -69,20 +78,6 @@ def check_positions(config: RunConfig, names: list[str], longest: int | None) ->
     for name in (config.base_model, *names):
         base = name if _same_model(config, name) else _adapter_of(name)[1]
         check_sequence_len(config.sequence_len, load_model_config(_of_base(config, base)), base, longest)
-
-
-def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check `base`, the model `name` itself or the base of the adapter `name`, which is not the config's base model."""
-    with prefixed(f"--model {name}", ModelError):
-        found = load_model_config(_of_base(config, base))
-    if base != name and _has_tokenizer(name):
-        return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
-    _check_tokenizer(find_model(base, "--model"), tokenizer)
-    size = found.get_text_config().vocab_size
-    if size < len(tokenizer):
-        raise ModelError(
-            f"--model {name}: its vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}."
-        )
 
 
 def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
