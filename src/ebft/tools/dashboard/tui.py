@@ -229,12 +229,7 @@ class Training:
 
     def output(self, lines: int) -> list[str]:
         """The last lines of its output."""
-        try:
-            with self.log.open("rb") as log:
-                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 2**16))
-                text = log.read().decode("utf-8", errors="replace")
-        except OSError:
-            return []
+        text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
         found = [line.rpartition("\r")[2] for line in text.split("\n")]
         return [line for line in found if line.strip()][-lines:]
 
