@@ -1,4 +1,4 @@
-"""The merged model is that of PEFT's merge_and_unload, whatever the kind of adapter, architecture and shards."""
+"""The merged model is equal to the one of PEFT's merge_and_unload, for all kinds of adapters, models and shards."""
 
 import json
 import os

@@ -135,7 +135,7 @@ def test_errors_come_before_the_first_run(ebft, run_file, in_process, tmp_path, 
 
 
 def test_the_evaluation_measures_all_runs_alike(sweep_of):
-    """Swept seeds are those of the run, so that nothing it trained on is measured; sections are the config's."""
+    """Swept seeds split the rows as in the run, so that nothing it trained on is measured; sections are not swept."""
     sweep = sweep_of("[{rl: ebft, ebft.mode: strided, ebft.stride: 4, seed: 3}, {seed: 4}]", "max_steps=1")
     assert sweep._measuring(sweep.runs[0]) == ["max_steps=1", "seed=3"]
     assert sweep.words(sweep.runs[1])[2:4] == ["max_steps=1", "seed=4"]
