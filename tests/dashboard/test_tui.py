@@ -134,6 +134,7 @@ def test_files_that_grow_break_vanish_and_start_again(run):
     remove_from_step(run / "metrics.jsonl", 21)
     remove_from_step(run / "rollouts.jsonl", 20)
     assert "20/100" in shown(live) and live.newest() == []
+    assert live.metrics.series["loss"].steps == [*range(1, 21)]
     assert str(rollouts(live.newest(), 80, live.config)) == "No rollouts yet: waiting for the first step."
 
 
