@@ -78,7 +78,7 @@ test-ray: $(STAMP)
 	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
-	$(RAY_VENV)/bin/python -m pytest tests/launch/test_ray_plan.py tests/launch/test_ray.py
+	$(RAY_VENV)/bin/python -m pytest tests/launch/test_plan.py tests/launch/test_ray.py
 
 # The benchmark's other side: needs one wheel from the package registry, and says so where that has none.
 test-published: $(STAMP)

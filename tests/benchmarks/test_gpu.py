@@ -157,17 +157,3 @@ def test_a_wait_is_counted_at_the_line_of_the_package(monkeypatch):
         scope["inside"](), scope["inside"](), scope["warn"]()
         warnings.warn("something else", stacklevel=1)
     assert lines == {"strided/x.py:2": 2, "(elsewhere)": 1} and modes == ["warn", "default"]
-
-
-def test_runs_without_a_finite_loss_are_wrong(setting, monkeypatch):
-    def train(config):
-        sys.modules["ebft.run.trainer"].ProgressBar.seconds = [1.0] * gpu_parts.STEPS
-        return SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(log_history=[{"loss": float("nan")}])))
-
-    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: name)
-    monkeypatch.delenv("EBFT_VLLM_PYTHON", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(gpu_parts.ebft, "train", train)
-    report = gpu_parts.Report()
-    gpu_parts.vllm(setting, report)
-    assert report.content["wrong"] == [f"{name}: losses [nan]" for name in ("generate", "colocate", "managed")]

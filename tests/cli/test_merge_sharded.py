@@ -1,4 +1,4 @@
-"""`ebft merge-sharded`."""
+"""`ebft merge-sharded`: the merged model, the warning about pickle files, and an error that leaves nothing."""
 
 from tests.cli.conftest import plain
 from tests.export.test_sharded import parts  # noqa: F401  a fixture

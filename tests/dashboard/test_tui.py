@@ -5,8 +5,11 @@ import shutil
 import time
 
 import pytest
+from rich.console import Console
 
 from ebft.monitor.run_files import remove_from_step
+from ebft.tools.dashboard.live import LiveRun
+from ebft.tools.dashboard.panels import header, health, rollouts
 from ebft.tools.dashboard.tui import Dashboard, TrainingDashboard
 from tests.dashboard.runs import append, held_out_line, log_line, strided_entry, write_run
 
@@ -82,61 +85,57 @@ def test_every_tab_in_every_size(run, size):
     assert dashboard(run, body, size).return_value == "closed"
 
 
-def test_the_states_of_a_run(run):
-    """Each as the file is rewritten."""
-    states = (
-        ("finished", {}, "finished"),
-        ("failed", {"error": "OSError: disk [full]"}, "failed"),
-        ("running", {"pid": 2**22 + 1}, "ended without a final state"),
-        ("running", {"host": "elsewhere", "updated": 1.0}, "no update for"),
-        ("\x1b]0;title\x07", {}, "␛]0;title␇"),
-    )
+def shown(live):
+    """The header and the health messages as text, after another look at the files."""
+    live.poll()
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(header(live, 100), health(live))
+    return capture.get()
 
-    async def body(app, pilot):
-        for key in "13":
-            await pilot.press(key)
-            for state, changes, text in states:
-                write_run(run, state, step=100, **changes)
-                shown = {"1": "alignment", "3": changes.get("error", "Too [high].")}
-                found = await shows(app, pilot, text, "step 100", shown[key])
-                assert ("ETA" in found) == (changes.get("host") == "elsewhere")
 
-    dashboard(run, body)
+@pytest.mark.parametrize(
+    ("state", "changes", "texts"),
+    [
+        ("finished", {}, ["finished"]),
+        ("failed", {"error": "OSError: disk [full]"}, ["failed", "disk [full]"]),
+        ("running", {"pid": 2**22 + 1}, ["ended without a final state"]),
+        ("running", {"host": "elsewhere", "updated": 1.0}, ["no update for", "ETA"]),
+        ("\x1b]0;title\x07", {}, ["␛]0;title␇"]),
+    ],
+)
+def test_the_states_of_a_run(run, state, changes, texts):
+    write_run(run, state, step=100, **changes)
+    found = shown(LiveRun(run))
+    assert all(text in found for text in (*texts, "step 100", "Too [high].")) and ("ETA" in found) == ("ETA" in texts)
 
 
 def test_files_that_grow_break_vanish_and_start_again(run):
-    async def body(app, pilot):
-        await shows(app, pilot, "63/100", "alignment")
-        shutil.move(run, run.with_name("away"))
-        await shows(app, pilot, "folder not found")
-        await pilot.press("3")
-        shutil.move(run.with_name("away"), run)
-        await shows(app, pilot, "63/100", "running", "Too [high].")
-        await pilot.press("1")
-        append(run / "metrics.jsonl", log_line(64, loss=0.987))
-        await shows(app, pilot, "64/100", "0.987")
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 65, "loss": 0.9')
-            file.flush()
-            await asyncio.sleep(0.2)
-            assert "64/100" in screen(app) and "unreadable" not in screen(app)
-            file.write('01, "grad_norm": 1}\n')
-        await shows(app, pilot, "65/100", "0.901")
-        with (run / "metrics.jsonl").open("ab") as file:
-            file.write(b'{"step": 66\n\xff\xff\n[]\n{"step": 67, "loss": "x", "time": {}}\n')
-        await shows(app, pilot, "67/100", "3 unreadable lines")
-        (run / "run.json").write_text("{")
-        await shows(app, pilot, "waiting for files", "step 67")
-        write_run(run, step=68)
-        await shows(app, pilot, "running", "68/100")
-        write_run(run, step=20)  # the run is resumed
-        remove_from_step(run / "metrics.jsonl", 21)
-        remove_from_step(run / "rollouts.jsonl", 20)
-        await shows(app, pilot, "20/100", "0.3")
-        await pilot.press("2")
-        await shows(app, pilot, "No rollouts yet: waiting for the first step.")
-
-    dashboard(run, body)
+    live = LiveRun(run)
+    shutil.move(run, run.with_name("away"))
+    assert "folder not found" in shown(live)
+    shutil.move(run.with_name("away"), run)
+    found = shown(live)
+    assert "63/100" in found and "running" in found and "Too [high]." in found
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 65, "loss": 0.9')
+        file.flush()
+        assert "63/100" in shown(live) and live.corrupted == 0
+        file.write('01, "grad_norm": 1}\n')
+    assert "65/100" in shown(live) and live.metrics.latest["loss"] == 0.901
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 66\n\xff\xff\n[]\n{"step": 67, "loss": "x", "time": {}}\n')
+    found = shown(live)
+    assert "67/100" in found and "3 unreadable lines" in found
+    (run / "run.json").write_text("{")
+    found = shown(live)
+    assert "waiting for files" in found and "step 67" in found
+    write_run(run, step=20)  # the run is resumed
+    remove_from_step(run / "metrics.jsonl", 21)
+    remove_from_step(run / "rollouts.jsonl", 20)
+    assert "20/100" in shown(live) and live.newest() == []
+    assert live.metrics.series["loss"].steps == [*range(1, 21)]
+    assert str(rollouts(live.newest(), 80, live.config)) == "No rollouts yet: waiting for the first step."
 
 
 class Process:
@@ -161,6 +160,8 @@ def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrup
 
     async def body(app, pilot):
         await shows(app, pilot, "63/100", "Stop")
+        append(run / "metrics.jsonl", log_line(64, loss=0.987))
+        await shows(app, pilot, "64/100", "0.987")
         for key in keys:
             await pilot.press(key)
             await asyncio.sleep(0.1)

@@ -53,9 +53,6 @@ def test_pass_at_k_and_greedy_by_hand_and_a_row_of_its_own():
     takes = lambda prompt, completions, row: np.bool_(row["x"].pop())
     assert downstream_scores({"m": takes}, [1], "p", ["a", "b", "a"], row) == {"m_pass@1": 1.0, "m_greedy": 1.0}
     assert row == {"x": [1.0]}
-
-
-def test_a_metric_that_is_not_finite_is_an_error():
     with pytest.raises(ConfigError, match="m returned nan.*finite"):
         downstream_scores({"m": lambda prompt, completions, row: float("nan")}, [1], "p", ["a", "b"], {})
 

@@ -137,14 +137,16 @@ def test_several_turns_of_a_row(kind, write_config, models, rows, tmp_path):
 
 
 def test_the_feature_space_is_the_configs_base_model(write_config, models):
-    """The same samples give the same scores, whether base and policy share weights or not."""
-    path = write_config("texts")
+    """The same samples give the same scores, whether base and policy share weights or not, at temperature 1."""
+    path = write_config("texts", evaluation={"temperature": 0.5})
     (shared,) = measured(path, ["base"], models)
     (foreign,) = measured(path, ["base"], models, f"base_model={models / 'other'}")
     assert foreign["metrics"]["ce_loss"] == pytest.approx(shared["metrics"]["ce_loss"], abs=1e-6)
     assert foreign["metrics"]["cfm_loss"] != pytest.approx(shared["metrics"]["cfm_loss"], abs=1e-4)
-    own = [[point["value"] for point in result["curves"]["rollout_nll"]] for result in (shared, foreign)]
-    assert own[0] == pytest.approx(own[1])
+    values = lambda result, name: [point["value"] for point in result["curves"][name]]
+    own = values(shared, "rollout_nll")
+    assert own == pytest.approx(values(foreign, "rollout_nll"))
+    assert own == pytest.approx(values(shared, "rollout_nll_base"), abs=1e-4)
 
 
 def test_the_same_command_gives_the_same_numbers_in_any_batch_size(write_config, models):
@@ -242,13 +244,6 @@ def test_adapters_that_change_the_base_get_a_network_of_its_own(write_config, mo
     with subject.network.frozen() as network, torch.no_grad():
         assert torch.allclose(network(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5)
     assert not subject.network.shares_weights
-
-
-def test_own_samples_are_judged_at_temperature_one(write_config, models):
-    """The base model and the base model agree on the base model's samples, whatever temperature those have."""
-    (result,) = measured(write_config("texts"), ["base"], models, "evaluation.temperature=0.5")
-    own, by_base = ([point["value"] for point in result["curves"][n]] for n in ("rollout_nll", "rollout_nll_base"))
-    assert own == pytest.approx(by_base, abs=1e-4)
 
 
 def test_a_ground_truth_beyond_the_models_positions_is_judged_by_metrics_alone(write_config, models, tmp_path):

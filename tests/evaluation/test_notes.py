@@ -38,6 +38,8 @@ def notes(write_config, models, tmp_path, unmeasured):
 
 def test_evaluated_documents_that_were_trained_on_are_counted(notes, rows, tmp_path):
     assert notes() == []  # the model has no run.json
+    [note] = notes("evaluation.documents=7")
+    assert note.startswith("Only 7 documents are evaluated") and "chance" in note
     lines = (rows / "pairs.jsonl").read_text().splitlines()
     copies = tmp_path / "copies.jsonl"
     copies.write_text("\n".join([lines[2], lines[5], '{"input": "x", "output": "y", "number": 1}']))
@@ -79,11 +81,6 @@ def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
     assert "is not known" in note and f"{path} has changed since the run" in note
     path.unlink()
     assert "own.jsonl" in notes()[0] and "changed" not in notes()[0]
-
-
-def test_few_documents_are_a_note(notes):
-    [note] = notes("evaluation.documents=7")
-    assert note.startswith("Only 7 documents are evaluated") and "chance" in note
 
 
 TEXT = "A text of several words."

@@ -45,7 +45,6 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def summary_of(output: Path, seed: int) -> dict:
-    """The summary of a quickstart, with its metrics, beside its curves."""
     summary = json.loads((output / "summary.json").read_text())
     assert summary["seed"] == seed and (output / "curves.png").stat().st_size > 10_000
     for moment in ("before", "after"):
@@ -66,6 +65,16 @@ def test_it_fetches_measures_trains_and_measures_again(run):
     summary = summary_of(output, seed=3)
     assert summary["before"]["ce_loss"] != summary["after"]["ce_loss"]
     assert {"model", "data", "before", "ebft", "after"} <= set(summary["seconds"])
+    samples = summary["samples"]
+    assert len(samples) == 3
+    held_out = {row["input"]: row["output"] for row in rows_of(output / "data" / "held_out.jsonl")}
+    text = (output / "samples.txt").read_text()
+    for sample in samples:
+        prompt = sample["prompt"].removeprefix("<|begin|>")
+        assert sample["reference"] == held_out[prompt] + "<|end|>" and sample["before"] and sample["after"]
+        assert prompt.splitlines()[0] in text and prompt.splitlines()[0] in printed
+    header = next(line for line in text.splitlines() if "before" in line)
+    assert header.index("before") < header.index("after") < header.index("reference")
 
 
 def test_rows_are_short_translations_of_different_programs(run, tiny_llama_dir):
@@ -82,23 +91,7 @@ def test_rows_are_short_translations_of_different_programs(run, tiny_llama_dir):
     assert not any({row[key] for row in train} & {row[key] for row in held_out} for key in ("input", "output"))
 
 
-def test_three_held_out_prompts_stand_side_by_side(run):
-    output, printed = run
-    samples = json.loads((output / "summary.json").read_text())["samples"]
-    assert len(samples) == 3
-    held_out = {row["input"]: row["output"] for row in rows_of(output / "data" / "held_out.jsonl")}
-    text = (output / "samples.txt").read_text()
-    for sample in samples:
-        prompt = sample["prompt"].removeprefix("<|begin|>")
-        assert sample["reference"] == held_out[prompt] + "<|end|>"
-        assert sample["before"] and sample["after"]
-        first_line = prompt.splitlines()[0]
-        assert first_line in text and first_line in printed
-    header = next(line for line in text.splitlines() if "before" in line)
-    assert header.index("before") < header.index("after") < header.index("reference")
-
-
-def test_the_printed_commands_name_configs_that_load(run):
+def test_the_printed_commands_and_the_program_load_what_they_name(run):
     output, printed = run
     words, own = commands(printed, "train")
     again = load_config(ROOT / words[0], words[1:])
@@ -107,15 +100,10 @@ def test_the_printed_commands_name_configs_that_load(run):
     (evaluate,) = commands(printed, "evaluate")
     assert evaluate[-2:] == ["--output", str(output / "evaluation.json")]
     assert load_config(ROOT / evaluate[0], evaluate[1:-2]).output_dir == str(output / "ebft")
-
-
-def test_the_printed_program_loads_the_adapter(run):
-    _, printed = run
     lines = printed.partition("Use the adapter in Python:\n")[2].partition("\n\n")[0]
     program = "\n".join(line.removeprefix("  ") for line in lines.splitlines())
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "French: " in done.stdout
+    assert done.returncode == 0 and "French: " in done.stdout, done.stderr
 
 
 def test_without_a_package_index_it_names_the_tiny_path(tmp_path):
@@ -147,14 +135,8 @@ def test_sft_on_the_same_rows(run, tiny_llama_dir, tmp_path):
     assert sft["before"] == ebft["before"] and sft["after"]["ce_loss"] != ebft["after"]["ce_loss"]
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory) -> tuple[Path, str]:
-    output = tmp_path_factory.mktemp("quickstart-tiny")
-    return output, run_quickstart("--model", "tiny", "--output", str(output), "--seed", "1")
-
-
-def test_the_tiny_one_leaves_its_files_and_says_what_was_measured_and_on_what(tiny_run):
-    output, printed = tiny_run
+def test_the_tiny_one_leaves_its_files_and_says_what_was_measured_and_on_what(tmp_path):
+    output, printed = tmp_path, run_quickstart("--model", "tiny", "--output", str(tmp_path), "--seed", "1")
     summary = summary_of(output, seed=1)
     assert {"cpu_count", "platform", "python", "torch", "transformers", "ebft", "commit"} <= set(summary["machine"])
     assert summary["config"]["ebft"]["seed"] == 1 and "max_steps" in summary["config"]["base"]
@@ -167,11 +149,3 @@ def test_the_tiny_one_leaves_its_files_and_says_what_was_measured_and_on_what(ti
     lines = lambda part: (output / "data" / f"{part}.jsonl").open()
     files = [{json.loads(line)["file"] for line in lines(part)} for part in ("base", "ebft", "held_out")]
     assert all(files) and len(set.union(*files)) == sum(map(len, files)), "parts share no file"
-
-
-def test_second_run_uses_the_first_ones_base_model(tiny_run):
-    output, _ = tiny_run
-    base = output / "base" / "model.safetensors"
-    made = base.stat().st_mtime_ns
-    printed = run_quickstart("--model", "tiny", "--output", str(output), "--seed", "2")
-    assert printed.count("Made by an earlier run") == 3 and base.stat().st_mtime_ns == made

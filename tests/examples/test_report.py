@@ -3,13 +3,23 @@
 import json
 import math
 from statistics import stdev
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
-from ebft.tools.quickstart.main import METRICS, panels_of, print_next_steps, result_table
-from ebft.tools.quickstart.measure import mean_changes, means
+from ebft.tools.quickstart.main import (
+    METRICS,
+    greedy_completions,
+    mean_changes,
+    means,
+    panels_of,
+    print_next_steps,
+    result_table,
+)
 from ebft.tools.quickstart.run import CONFIGS, Run, make_once, own_copy
+from tests.strided.families import tiny_model
 
 
 def test_curves_of_whitened_features_are_not_said_to_be_wanted_up_or_down():
@@ -58,6 +68,15 @@ def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():
             effect += sign * (perplexity(moved) - perplexity(of_groups)) / step
         effects.append(effect)
     assert found["perplexity"][1] == pytest.approx(stdev(effects) / 2, rel=1e-4)
+
+
+def test_completions_are_greedy_and_end_with_the_first_end_token():
+    model, prompts = tiny_model("llama").eval(), [[7, 8, 9, 10, 11, 12, 13], [3, 14], [20, 21, 22, 4]]
+    options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0}
+    written = lambda ids, end: model.generate(torch.tensor([ids]), eos_token_id=end, **options)[0, len(ids) :].tolist()
+    end = written(prompts[0], None)[3]
+    found = greedy_completions(model, SimpleNamespace(eos_token_id=end, pad_token_id=0, decode=list), prompts)
+    assert found == [written(ids, end) for ids in prompts] and len(found[0]) <= 4 < len(found[1])
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "unreadable stamp", "other origin"])

@@ -1,18 +1,21 @@
-"""The merged model is that of PEFT's merge_and_unload, whatever the kind of adapter, architecture and shards."""
+"""The merged model is equal to the one of PEFT's merge_and_unload, for all kinds of adapters, models and shards."""
 
 import json
 import os
+import shutil
 from pickle import UnpicklingError
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
 
 from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError
 from ebft.models.pretrained import pretrained_model
+from ebft.tools.export.checkpoint import _NAMES, write_tensors
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter
 from tests.export.models import gpt2, gpt_oss, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
 from tests.file_edits import as_mxfp4, named, pickled, settings, tensors
@@ -81,11 +84,14 @@ def test_the_result_is_that_of_peft(variant, dtype, tmp_path):
         assert torch.allclose(logits(merged), expected, atol=1e-5)
 
 
-def test_weights_in_mxfp4_become_bfloat16(tmp_path):
+def test_weights_in_mxfp4_become_bfloat16_in_shards_of_another_size(tmp_path):
     base = save_base(tmp_path / "base", gpt_oss(), torch.bfloat16, "1GB")
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], target_parameters=EXPERTS[:1])
     assert as_mxfp4(base)
-    merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", "4KB")
+    result = merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", "4KB")
+    shards = [load_file(path).values() for path in (tmp_path / "merged").glob("*.safetensors")]
+    assert len(shards) == result.shards > 4
+    assert all(len(shard) == 1 or sum(weight.nbytes for weight in shard) <= 4e3 for shard in shards)
     dense = AutoModelForCausalLM.from_pretrained(base, quantization_config=Mxfp4Config(dequantize=True))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert_equal(merged, PeftModel.from_pretrained(dense, adapter).merge_and_unload())
@@ -142,34 +148,16 @@ def test_the_result_from_pickles_is_that_from_safetensors(zipped, max_shard_size
     assert files[0] == files[1] and len(files[0]) > (2 if max_shard_size == "1GB" else 4)
 
 
-def test_shards_of_another_size(saved, tmp_path):
-    base, adapter = saved(mixtral(), target_parameters=EXPERTS)
-    result = merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", "15KB")
-    for path in (tmp_path / "merged").glob("*.safetensors"):
-        weights = load_file(path)
-        assert len(weights) == 1 or sum(weight.nbytes for weight in weights.values()) <= 15e3
-    assert result.shards > 4
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert_equal(merged, with_adapter(base, adapter).merge_and_unload())
-
-
-class Killed(Exception):
-    pass
-
-
-def killed_at(shard):
-    def kill(done, total):
-        if done == shard:
-            raise Killed
-
-    return kill
+def killed_at_the_second(done, total):
+    if done == 2:
+        raise KeyboardInterrupt
 
 
 def test_an_interrupted_merge_continues(saved, tmp_path):
     base, adapter = saved(targets="all-linear")
     source, to = MergeSource(adapter, str(base)), tmp_path / "merged"
-    with pytest.raises(Killed):
-        merge_adapter(source, to, on_shard=killed_at(2))
+    with pytest.raises(KeyboardInterrupt):
+        merge_adapter(source, to, on_shard=killed_at_the_second)
     assert not (to / "config.json").exists() and not (to / "model.safetensors.index.json").exists()
     shards = sorted(to.glob("*.safetensors"))
     times = [path.stat().st_mtime_ns for path in shards]
@@ -180,12 +168,6 @@ def test_an_interrupted_merge_continues(saved, tmp_path):
     assert [path.stat().st_mtime_ns for path in shards] == times
     assert not (to / "merge_progress.json").exists() and not list(to.glob("*.tmp"))
     assert_equal(AutoModelForCausalLM.from_pretrained(to), with_adapter(base, adapter).merge_and_unload())
-
-
-def test_folders_with_something_else_are_refused(saved, tmp_path):
-    base, adapter = saved()
-    with pytest.raises(ModelError, match="is not empty"):
-        merge_adapter(MergeSource(adapter, str(base)), base)
 
 
 CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
@@ -214,19 +196,6 @@ def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     with pytest.raises((ModelError, UnpicklingError), match=f"(?s){message}"):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-def test_the_other_files(tiny_llama_dir, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    adapter = save_adapter(tmp_path / "adapter", tiny_llama_dir, target_modules=["q_proj"])
-    tokenizer.save_pretrained(adapter)
-    merge_adapter(MergeSource(adapter, str(tiny_llama_dir), tokenizer=adapter), tmp_path / "merged")
-    names = {path.name for path in (tmp_path / "merged").iterdir()}
-    assert "generation_config.json" in names and not names & {"merge_progress.json", "adapter_config.json"}
-    merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    assert merged.chat_template == tokenizer.chat_template
-    assert merged("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
 
 
 def quantising(bits, **keys):
@@ -264,9 +233,12 @@ def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, t
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected.merge_and_unload())
 
 
-def test_the_base_is_the_output_of_a_run_and_has_another_configuration(saved, tmp_path):
-    """The merged model has no records of that run, and the configuration that its own run trained with."""
-    base, adapter = saved()
+def test_the_other_files(tiny_llama_dir, tmp_path):
+    """The tokenizer of the adapter, the configuration that its run trained with, and no records of the base's run."""
+    base, tokenizer = shutil.copytree(tiny_llama_dir, tmp_path / "base"), AutoTokenizer.from_pretrained(tiny_llama_dir)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    tokenizer.save_pretrained(adapter)
     records = {"run.json", "metrics.jsonl", "rollouts-rank1.jsonl.2", "ebft_run.json", "trainer_state.json"}
     for name in records:
         (base / name).write_text("{}")
@@ -276,10 +248,14 @@ def test_the_base_is_the_output_of_a_run_and_has_another_configuration(saved, tm
     longer.save_pretrained(tmp_path / "longer")
     (adapter / "run.json").write_text(json.dumps({"config": {"base_model_config": str(tmp_path / "longer")}}))
     merge_adapter(adapter_in_folder(adapter, str(base)), tmp_path / "merged")
-    merged = AutoConfig.from_pretrained(tmp_path / "merged")
-    assert merged.max_position_embeddings == longer.max_position_embeddings
-    copied = {path.name for path in (tmp_path / "merged").iterdir()}
-    assert "LICENSE.txt" in copied and not copied & records
+    merged = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert merged.chat_template == tokenizer.chat_template
+    assert merged("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
+    positions = AutoConfig.from_pretrained(tmp_path / "merged").max_position_embeddings
+    assert positions == longer.max_position_embeddings
+    names = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert {"generation_config.json", "LICENSE.txt"} <= names
+    assert not names & {*records, "merge_progress.json", "adapter_config.json"}
 
 
 def test_the_folder_of_a_run_on_quantised_weights_needs_its_config(saved):
@@ -287,3 +263,21 @@ def test_the_folder_of_a_run_on_quantised_weights_needs_its_config(saved):
     (adapter / "ebft_run.json").write_text(json.dumps({"adapter": "lora", "settings": {"load_in_8bit": True}}))
     with pytest.raises(ModelError, match="was trained on quantised weights. Give the config of the run"):
         adapter_in_folder(adapter)
+
+
+def test_safetensors_reads_what_is_written_in_any_order(tmp_path):
+    """One tensor of each dtype, among them a scalar, an empty one and one that is not contiguous."""
+    tensors = {
+        name: (torch.arange(15).reshape(3, 5) % 2).to(dtype) for dtype, name in _NAMES.items() if "FNUZ" not in name
+    }
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "transposed": torch.randn(4, 6).T}
+    layout = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    write_tensors(tmp_path / "a.safetensors", layout, reversed(tensors.items()))
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        ours, theirs = (value.contiguous().flatten().view(torch.uint8) for value in (found[name], tensor))
+        assert ours.equal(theirs), name
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
 from ebft.methods.base_config import QuantizationSection
-from ebft.tools.export.quantize import ScoredTokens, quantize_model, text_sequences
+from ebft.tools.export.quantize import quantize_model, text_sequences
 from tests.export.models import llama, save_adapter, save_base
 
 TEXT = "def add(x, y):\n    return x + y\n" * 40
@@ -94,14 +94,6 @@ def test_kinds_that_run_on_cpu(settings, is_right, tiny_llama_dir, text, tmp_pat
     assert type(model.lm_head.weight) is torch.nn.Parameter
 
 
-def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
-    base = save_base(tmp_path / "base", llama(tie_word_embeddings=True))
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(base)
-    sequences = lambda tokenizer: [ScoredTokens([1, 2, 3], [1, 2])]
-    with pytest.raises(ModelError, match="quantize_embedding: the embeddings are also the output layer"):
-        quantize_model(base, tmp_path / "to", QuantizationSection(quantize_embedding=True), sequences)
-
-
 def test_errors(tiny_llama_dir, tmp_path):
     adapter = save_adapter(tmp_path / "adapter", tiny_llama_dir, target_modules=["q_proj"])
     to = tmp_path / "to"
@@ -112,3 +104,7 @@ def test_errors(tiny_llama_dir, tmp_path):
     (again / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
     with pytest.raises(ModelError, match="quantised is already quantised .torchao."):
         quantize_model(again, to, QuantizationSection(), lambda tokenizer: [])
+    base = save_base(tmp_path / "base", llama(tie_word_embeddings=True))
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(base)
+    with pytest.raises(ModelError, match="quantize_embedding: the embeddings are also the output layer"):
+        quantize_model(base, to, QuantizationSection(quantize_embedding=True), lambda tokenizer: [])

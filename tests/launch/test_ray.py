@@ -14,8 +14,8 @@ import pytest
 from ebft.tools.launch.ray_control import Control, WorkerFailure
 from tests.cli.conftest import plain
 from tests.launch.plugins import COMMAND, STEP
+from tests.launch.test_plan import config_with
 from tests.launch.test_processes import OF_PROCESSES, assert_same_numbers, command, logged, run_file
-from tests.launch.test_ray_plan import config_with
 
 ray_train = pytest.importorskip("ray.train")
 

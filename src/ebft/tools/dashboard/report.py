@@ -61,6 +61,9 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     if start and not start.get("state") == live.run.get("state") == "running":
         when = local_time(start.get("started"))
         later = start | {"at": when and f", started {when},"}
+    peak = live.metrics.latest.get("memory/peak_gib")
+    environment = {"host": live.run.get("host"), "started": local_time(live.run.get("started"))}
+    environment |= {"output_dir": live.run.get("output_dir"), "peak memory": peak and f"{peak:.2f} GiB"}
     # Values are escaped, with control characters as visible symbols, and None is empty.
     shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(html_text(value))
     options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
@@ -77,7 +80,7 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         before=[_sample(sample) for sample in before],
         after=[_sample(sample) for sample in after],
         settings=settings_in_effect(live.run),
-        environment=_environment(live),
+        environment={key: value for key, value in environment.items() if value} | (live.run.get("versions") or {}),
         outcome=outcome,
         changes=_changes(outcome),
         others=others,
@@ -105,13 +108,6 @@ def _changes(outcome: Outcome | None) -> list[tuple[str, list[tuple[str, tuple[s
         if rows:
             found.append((title, rows))
     return found
-
-
-def _environment(live: LiveRun) -> dict[str, Any]:
-    peak = live.metrics.latest.get("memory/peak_gib")
-    found = {"host": live.run.get("host"), "started": local_time(live.run.get("started"))}
-    found |= {"output_dir": live.run.get("output_dir"), "peak memory": None if peak is None else f"{peak:.2f} GiB"}
-    return {key: value for key, value in found.items() if value} | (live.run.get("versions") or {})
 
 
 def _figure(curve: Curve) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
-from ebft.errors import RunError
+from ebft.errors import RunError, doing
 from ebft.files import is_free
 from ebft.printed import without_secrets_in_text
 from ebft.processes import TYPED
@@ -185,7 +185,7 @@ class Training:
         self.log = folder / LOG
         self.interrupts = 0
         typed = ["ebft", "train", arguments[0], "--tui", *arguments[1:]]  # which is how it is resumed
-        try:
+        with doing(f"starting training with its log in {self.log}"):
             folder.mkdir(parents=True, exist_ok=True)
             if not is_free(self.log, b"--- "):
                 raise RunError(f"{self.log} is not the log of a run, and is kept. Set output_dir to another folder.")
@@ -203,8 +203,6 @@ class Training:
                     start_new_session=True,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", "EBFT_TUI": "0", TYPED: json.dumps(typed)},
                 )
-        except OSError as error:
-            raise RunError(f"Training cannot be started with its log in {self.log} ({error}).") from error
 
     @property
     def pid(self) -> int:
@@ -231,12 +229,7 @@ class Training:
 
     def output(self, lines: int) -> list[str]:
         """The last lines of its output."""
-        try:
-            with self.log.open("rb") as log:
-                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 2**16))
-                text = log.read().decode("utf-8", errors="replace")
-        except OSError:
-            return []
+        text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
         found = [line.rpartition("\r")[2] for line in text.split("\n")]
         return [line for line in found if line.strip()][-lines:]
 

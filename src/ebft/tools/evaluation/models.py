@@ -57,50 +57,42 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
         with prefixed(f"--model {folder}"):
             refuse_parts(folder)
         _check_tokenizer(find_model(name, "--model"), tokenizer)
-    adapter = _adapter_of(name)
+    adapter, base = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
         raise ModelError(f"--model {name}: {type(adapter).__name__} adds virtual tokens, which is not supported.")
-    base = name if adapter is None else adapter.base_model_name_or_path
-    if not _same_model(config, base):
-        _check_base(config, name, base, tokenizer)
-
-
-def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:
-    """Raise ConfigError if the longest document, of `longest` tokens, exceeds the positions of a model."""
-    for name in (config.base_model, *names):
-        adapter = None if _same_model(config, name) else _adapter_of(name)
-        base = name if adapter is None else adapter.base_model_name_or_path
-        check_sequence_len(config.sequence_len, load_model_config(_of_base(config, base)), base, longest)
-
-
-def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check `base`, the model `name` itself or the base of the adapter `name`, which is not the config's base model."""
+    if _same_model(config, base):
+        return
     with prefixed(f"--model {name}", ModelError):
-        found = load_model_config(_of_base(config, base))
+        size = load_model_config(_of_base(config, base)).get_text_config().vocab_size
     if base != name and _has_tokenizer(name):
         return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
     _check_tokenizer(find_model(base, "--model"), tokenizer)
-    size = found.get_text_config().vocab_size
     if size < len(tokenizer):
         raise ModelError(
             f"--model {name}: its vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}."
         )
 
 
+def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:
+    """Raise ConfigError if the longest document, of `longest` tokens, exceeds the positions of a model."""
+    for name in (config.base_model, *names):
+        base = name if _same_model(config, name) else _adapter_of(name)[1]
+        check_sequence_len(config.sequence_len, load_model_config(_of_base(config, base)), base, longest)
+
+
 def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
     """Load the model `name`, a folder or hub id of a full model or an adapter, together with the feature network. The
     feature network is always the config's `base_model`, frozen. If `name` is that model, or an adapter that does not
     change its weights, both share the weights. Raises ModelError if the model cannot be loaded."""
-    adapter = _adapter_of(name)
+    adapter, base = _adapter_of(name)
     if adapter is None:
-        policy = load_base_model(_of_base(config, name), tokenizer)
+        policy = load_base_model(_of_base(config, base), tokenizer)
     else:
-        base = adapter.base_model_name_or_path
         with prefixed(f"--model {name}, an adapter of {base}"):
             policy = load_saved_adapter(load_base_model(_of_base(config, base), tokenizer), name, len(tokenizer))
     policy = placed(policy).eval().requires_grad_(False)
     ebft = config.ebft
-    if keeps_base(adapter) and _same_model(config, name if adapter is None else adapter.base_model_name_or_path):
+    if keeps_base(adapter) and _same_model(config, base):
         network = FeatureNetwork(policy, ebft.feature_layers, ebft.embed_method, copy=False)
     else:
         frozen = placed(load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
@@ -139,11 +131,11 @@ def placed(model: nn.Module, device: str | None = None) -> nn.Module:
     return model.to(device)
 
 
-def _adapter_of(name: str) -> PeftConfig | None:
-    """Return the configuration of an adapter, or None if `name` is not an adapter."""
+def _adapter_of(name: str) -> tuple[PeftConfig | None, str]:
+    """The configuration of an adapter and the name of its base model; None and `name` if it is not an adapter."""
     folder = Path(lasting_name(name))
     if folder.exists() and not (folder / ADAPTER_FILE).is_file():
-        return None
+        return None, name
     if folder.is_dir():
         with prefixed(f"--model {name}"):
             found = read_adapter_config(folder)
@@ -151,8 +143,8 @@ def _adapter_of(name: str) -> PeftConfig | None:
         try:
             found = PeftConfig.from_pretrained(str(folder))
         except (ValueError, TypeError, KeyError):
-            return None  # PEFT raises ValueError if a hub repository has no adapter
-    return found
+            return None, name  # PEFT raises ValueError if a hub repository has no adapter
+    return found, found.base_model_name_or_path
 
 
 def _of_base(config: RunConfig, name: str) -> Any:

@@ -100,31 +100,36 @@ class Evaluation:
         than 8 documents are not reliable enough for that, so there are no stars then, also of a metric that applies to
         fewer.
         """
-        has_stars = len(self.models) > 1 and self.settings["documents"] >= FEWEST_DOCUMENTS
+        settings, plural = self.settings, lambda number, noun: f"{number:,} {noun}{'' if number == 1 else 's'}"
+        counts = f"{plural(settings['documents'], 'document')}, {plural(settings['samples'], 'sample')}"
         legend = "^ higher is better, v lower is better; brackets: interval over documents"
-        legend += "; * differs from the first model" if has_stars else ""
-        settings = self.settings
-        counts = f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')}"
-        title = f"{counts} at temperature {settings['temperature']:g}"
-        table = Table("metric", *_headings(self), title=title, caption=legend)
-        for name in _ordered({name for result in self.models for name in result.metrics}):
-            table.add_row(_marked(name), *(_cell(result, name, has_stars) for result in self.models))
-        return table
+        legend += "; * differs from the first model" if len(self.models) > 1 and self._has_stars else ""
+        return self._table(f"{counts} at temperature {settings['temperature']:g}", legend)
 
     def differences_table(self) -> Table | None:
         """Return a table of the differences from the first model with intervals, paired by document.
 
         None if there is a single model. Metrics that cannot be compared between models are left out.
         """
-        first, *others = self.models
-        if not others:
-            return None
-        first_heading, *headings = _headings(self)
-        has_stars = self.settings["documents"] >= FEWEST_DOCUMENTS
-        caption = "brackets: interval of the difference, paired by document" + ("; * excludes 0" if has_stars else "")
-        table = Table("metric", *headings, title=f"Differences from {first_heading}", caption=caption)
-        for name in _ordered({name for result in others for name in result.differences}):
-            table.add_row(_marked(name), *(_cell(result, name, has_stars, of_difference=True) for result in others))
+        caption = "brackets: interval of the difference, paired by document"
+        caption += "; * excludes 0" if self._has_stars else ""
+        return self._table("Differences from {}", caption, of_difference=True) if len(self.models) > 1 else None
+
+    @property
+    def _has_stars(self) -> bool:
+        return self.settings["documents"] >= FEWEST_DOCUMENTS
+
+    def _table(self, title: str, caption: str, of_difference: bool = False) -> Table:
+        """A table with a column for each model; {} in the title is the first one, which has no differences."""
+        models = [result.model for result in self.models]
+        short = [str(Path(*Path(model).parts[-2:])) for model in models]
+        headings, results = short if len(set(short)) == len(models) else models, self.models[of_difference:]
+        found = {name for result in results for name in (result.differences if of_difference else result.metrics)}
+        others = sorted(found - {*ORDER, "alignment_pass@1"})  # alignment_pass@1 is equal to alignment
+        table = Table("metric", *headings[of_difference:], title=title.format(headings[0]), caption=caption)
+        for name in (*(name for name in ORDER if name in found), *others):
+            way = "" if name in NOT_COMPARABLE else " v" if name in LOWER_IS_BETTER else " ^"
+            table.add_row(name + way, *(_cell(result, name, self._has_stars, of_difference) for result in results))
         return table
 
 
@@ -221,22 +226,7 @@ ORDER = (
 )
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _ordered(metrics: set[str]) -> list[str]:
-    others = sorted(metrics - {*ORDER, "alignment_pass@1"})  # alignment_pass@1 is equal to alignment
-    return [*(name for name in ORDER if name in metrics), *others]
-
-
-def _marked(name: str) -> str:
-    if name in NOT_COMPARABLE:
-        return name
-    return f"{name} {'v' if name in LOWER_IS_BETTER else '^'}"
-
-
-def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool = False) -> str:
+def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool) -> str:
     """A metric, or its difference from the first model, with its interval, and a star if the difference is not 0."""
     values, intervals, digits = result.metrics, result.intervals, ".4g"
     if of_difference:
@@ -249,13 +239,6 @@ def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool =
     low, high = result.difference_intervals.get(name, (0.0, 0.0))
     differs = name not in NOT_COMPARABLE and (low > 0 or high < 0)
     return f"{cell}*" if has_stars and differs and result.documents.get(name, 0) >= FEWEST_DOCUMENTS else cell
-
-
-def _headings(evaluation: Evaluation) -> list[str]:
-    """Return the last two parts of each path, or the full paths if these parts are not unique."""
-    models = [result.model for result in evaluation.models]
-    short = [str(Path(*Path(model).parts[-2:])) for model in models]
-    return short if len(set(short)) == len(models) else models
 
 
 _NLL = {"reference_nll": "reference", "rollout_nll": "own samples", "rollout_nll_base": "own samples, base model"}

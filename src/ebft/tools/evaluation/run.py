@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +24,7 @@ from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, longest_reference, without_end
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed, warn
+from ebft.errors import DataError, ModelError, NonFiniteLossError, prefixed, warn
 from ebft.features import pool_sequence
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.load import as_trained
@@ -61,8 +60,6 @@ def evaluate(
     `after_each` is called with the evaluation of the models so far, since a later model may fail. Raises ConfigError,
     DataError or ModelError for errors that the user can correct.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
     config = as_trained(config, Path(config.output_dir))
     tasks.check_comparable(config)
     settings = Settings.of(config)
@@ -142,15 +139,15 @@ class PromptMeasure:
             found = zip(rows, documents, conversations, compared, sampled, greedy)
             for row, document, conversation, has_room, rollouts, best in found:
                 if has_room:
-                    self._add_features(document, conversation, rollouts)
-                    self._add_rollout_nll(document, rollouts)
+                    self._add_rollouts(document, conversation, rollouts)
                 if metrics:
                     replies = [self.completions.reply(each, row.get("remaining_turns")) for each in (*rollouts, best)]
                     given = row["prompt"], replies, {**held_out.raw[document], **row}
                     self.scores.add_all(tasks.downstream_scores(metrics, settings.pass_at, *given), [document])
         return self.scores
 
-    def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
+    def _add_rollouts(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
+        """Add the features of the samples, and their cross-entropies by policy and base model, at temperature 1."""
         network, ebft = self.subject.network, self.task.config.ebft
         ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
         prompt, own = continuation_features(
@@ -170,6 +167,12 @@ class PromptMeasure:
         # Powers of two only: other lengths would each be covered by a single reference.
         for length in curve_lengths(len(conversation.reference_ids) + 1)[:-1]:
             self.scores.add(f"{CURVE}/cfm_loss/{length}", [document], unbiased_cfm_loss(*embedded(length)))
+        sequences = [rollout.prompt_ids + rollout.ids for rollout in rollouts]
+        with network.frozen() as base:
+            by_base = token_nll(base, sequences)
+        for name, found in (("rollout_nll", token_nll(self.subject.policy, sequences)), ("rollout_nll_base", by_base)):
+            for rollout, nll in zip(rollouts, found):
+                self._add_positions(name, document, nll[len(nll) - len(rollout.ids) :])
 
     def _add_cross_entropy(self, document: int, conversation: Conversation) -> None:
         ids, counts = labelled_reference(conversation, mask_thinking=self.task.config.ebft.mask_thinking_ce)
@@ -178,15 +181,6 @@ class PromptMeasure:
         self.scores.add("ce_loss", [document], [(of_reference * counted).sum()], [counted.sum()])
         self.scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
         self._add_positions("reference_nll", document, of_reference)
-
-    def _add_rollout_nll(self, document: int, rollouts: list[Rollout]) -> None:
-        """Add the cross-entropy of the samples under the policy and under the base model, at temperature 1."""
-        sequences = [rollout.prompt_ids + rollout.ids for rollout in rollouts]
-        with self.subject.network.frozen() as base:
-            by_base = token_nll(base, sequences)
-        for name, found in (("rollout_nll", token_nll(self.subject.policy, sequences)), ("rollout_nll_base", by_base)):
-            for rollout, nll in zip(rollouts, found):
-                self._add_positions(name, document, nll[len(nll) - len(rollout.ids) :])
 
     def _add_positions(self, name: str, document: int, nll: Tensor) -> None:
         for position, value in enumerate(nll.tolist()):
@@ -204,16 +198,13 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
     too short for a block, which SFT keeps, are used for the cross-entropy only."""
     ebft, settings = task.config.ebft, task.settings
     blocks = block_options(task.config, ebft, task.tokenizer)
-    measure = (
-        HeldOutMeasure(
+    measure = None
+    if _takes_blocks(task.config, subject):
+        sampled = {"n_samples_per_prompt": settings.samples, "merge_rollouts": None}
+        measure = HeldOutMeasure(
             unwrap_adapter(subject.policy),
             subject.network,
-            replace(
-                blocks,
-                n_samples_per_prompt=settings.samples,
-                merge_rollouts=None,
-                vocabulary=unknown_ids(subject.policy, task.tokenizer).start,
-            ),
+            replace(blocks, vocabulary=unknown_ids(subject.policy, task.tokenizer).start, **sampled),
             temperature=settings.temperature,
             seed=settings.seed,
             tokens_per_pass=ebft.rollout_tokens_per_pass,
@@ -223,19 +214,15 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
             curves=True,
             counts_all_labels=not task.config.method.samples_blocks,
         )
-        if _takes_blocks(task.config, subject)
-        else None
-    )
     collate = DocumentCollator(task.tokenizer.pad_token_id)
     scores = Scores() if measure is None else measure.scores
     for rows, documents in task.batches():
-        short = [measure is None or not has_block(row, blocks) for row in rows]
-        if not all(short):
-            measure.add(
-                collate([row for row, is_short in zip(rows, short) if not is_short]),
-                [document for document, is_short in zip(documents, short) if not is_short],
-            )
-        others = [(row, document) for row, document, is_short in zip(rows, documents, short) if is_short]
+        others, long = [], []
+        for row, document in zip(rows, documents):
+            (others if measure is None or not has_block(row, blocks) else long).append((row, document))
+        if long:
+            rows, documents = zip(*long)
+            measure.add(collate(rows), documents)
         for (row, document), nll in zip(others, token_nll(subject.policy, [row["input_ids"] for row, _ in others])):
             counted = torch.tensor(row["labels"])[1:] != IGNORE
             scores.add("ce_loss", [document], [nll[counted].sum()], [counted.sum()])

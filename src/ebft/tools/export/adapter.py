@@ -5,9 +5,9 @@ PEFT's own layers then compute what the adapter adds to a weight, once the weigh
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,9 @@ class Adapter:
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
-    """The configuration of the LoRA adapter in `folder`. Raises ModelError if there is none, or it cannot be merged."""
-    if not (folder / CONFIG).is_file():
-        raise no_adapter(folder, "ebft merge-lora {}", "Give the folder of a saved LoRA adapter.")
+    """The configuration of the LoRA adapter in `folder`. Raises ModelError if it cannot be merged."""
+    if not (folder / CONFIG).is_file() and (hint := checkpoint_hint(folder, "ebft merge-lora {}")):
+        raise ModelError(f"{folder} does not contain an adapter. {hint}")
     config = saved.read_adapter_config(folder)
     refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
     if config.peft_type != PeftType.LORA:  # AdaLoRA has a LoraConfig too
@@ -77,14 +77,6 @@ def read_lora_config(folder: Path) -> LoraConfig:
     if used:
         raise ModelError(f"{folder} uses {', '.join(used)}, which cannot be merged into the weights of the base model.")
     return config
-
-
-def no_adapter(folder: Path, use: str, otherwise: str) -> ModelError:
-    """The error for a folder without an adapter: with a full model, with checkpoints that `use` merges, or neither."""
-    if (folder / "config.json").is_file() and any(folder.glob("*model*.safetensors")):
-        return ModelError(f"{folder} contains a full model, which needs no merging. Use the folder as it is.")
-    hint = checkpoint_hint(folder, use) or otherwise
-    return ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
 
 
 def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
@@ -234,12 +226,10 @@ class BitsAndBytesRounding:
 
     def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
         self._settings, self._dtype = settings, weights_dtype(settings)
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise ModelError(
-                "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: pip "
-                "install 'ebft[qlora]'. Or merge into the weights without quantisation, with adapter=lora "
-                "load_in_4bit=false load_in_8bit=false."
-            )
+        with doing(
+            "importing bitsandbytes, as the adapter was trained on quantised weights (pip install 'ebft[qlora]')"
+        ):
+            self._functional = import_module("bitsandbytes.functional")
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         is_within = lambda name, other: name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
@@ -252,9 +242,7 @@ class BitsAndBytesRounding:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight after quantisation, in its own dtype."""
-        from bitsandbytes import functional
-
-        loaded = weight.to(self._dtype)
+        functional, loaded = self._functional, weight.to(self._dtype)
         with doing("quantising weights with bitsandbytes"):
             if self._settings.load_in_4bit:
                 stored = functional.quantize_4bit(loaded, **self._settings.bnb_config_kwargs.four_bit)

@@ -21,18 +21,9 @@ from torch.distributed.checkpoint import CheckpointException, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
+from ebft import files
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, doing
-from ebft.files import (
-    ADAPTER_CONFIG,
-    CHECKSUMS,
-    MODEL_WEIGHTS,
-    checksum,
-    first_weights,
-    json_object,
-    publish,
-    write_text,
-)
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.weight_files import INDEX, WEIGHTS, ShardedReader, WeightFiles, read_index, weight_files
 from ebft.run_files import RECORDS
@@ -73,10 +64,10 @@ class DequantisedFiles(WeightFiles):
 
 def read_checkpoint(folder: Path, kind: type[WeightFiles] = WeightFiles) -> WeightFiles:
     """The weights of the model in a folder. Raises ModelError if there are none."""
-    files = weight_files(folder)
-    if not files:
-        raise ModelError(f"{folder} contains no weights ({' or '.join(MODEL_WEIGHTS)}, or their index).")
-    return kind(files)
+    found = weight_files(folder)
+    if not found:
+        raise ModelError(f"{folder} contains no weights ({' or '.join(files.MODEL_WEIGHTS)}, or their index).")
+    return kind(found)
 
 
 def base_folder(name: str, revision: str | None = None) -> Path:
@@ -90,7 +81,7 @@ def base_folder(name: str, revision: str | None = None) -> Path:
         return Path(lasting_name(name))
     with doing(f"downloading base_model: {name}"):
         folder = Path(snapshot_download(name, revision=revision, ignore_patterns=[*OTHER_FORMATS]))
-        if first_weights(folder, MODEL_WEIGHTS[:1]) is None:
+        if files.first_weights(folder, files.MODEL_WEIGHTS[:1]) is None:
             snapshot_download(name, revision=revision, allow_patterns=["pytorch_model*.bin"])
         return folder
 
@@ -112,7 +103,7 @@ def new_folder(to: Path) -> Iterator[Path]:
             yield staged
             if to.exists():
                 to.rmdir()
-            publish(staged, to)
+            files.publish(staged, to)
 
 
 PROGRESS = "merge_progress.json"  # in a folder of shards until it is complete: what the shards depend on
@@ -124,7 +115,7 @@ def begin(folder: Path, identity: str) -> None:
     if not record.is_file() or record.read_text(encoding="utf-8") != identity:
         check_empty(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(record, identity)
+        files.write_text(record, identity)
 
 
 def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -178,7 +169,7 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     checkpoint = parts.parent
     to = (to or checkpoint / "merged").resolve()  # the folder of a link is replaced, not the link
     check_empty(to)
-    described, is_adapter = ((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    described, is_adapter = ((checkpoint / name).is_file() for name in ("config.json", files.ADAPTER_CONFIG))
     weights = _read(parts)
     with new_folder(to) as staged:
         if is_adapter:
@@ -197,9 +188,9 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
 def _read(parts: Path) -> dict[str, Tensor]:
     """The whole weights, by name."""
     with doing(f"reading {parts}"), warnings.catch_warnings(action="ignore"):  # that there is one process only
-        sums = parts.parent / CHECKSUMS
-        for name, value in (json_object(sums) if sums.is_file() else {}).items():
-            if name.startswith(f"{parts.name}/") and checksum(parts.parent / name) != value:
+        sums = parts.parent / files.CHECKSUMS
+        for name, value in (files.json_object(sums) if sums.is_file() else {}).items():
+            if name.startswith(f"{parts.name}/") and files.checksum(parts.parent / name) != value:
                 raise ModelError(f"{parts.parent / name} is damaged (wrong checksum).")
         index = read_index(parts).state_dict_metadata
         tensors = {name: entry for name, entry in index.items() if isinstance(entry, TensorStorageMetadata)}

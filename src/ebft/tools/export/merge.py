@@ -28,15 +28,7 @@ from ebft.models.pretrained import GENERATION_CONFIG, find_model, text_model_con
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run_files import RECORDS, keys_of_base, read_object
 from ebft.tools.export import adapter as adapters
-from ebft.tools.export.checkpoint import (
-    OTHER_FORMATS,
-    PROGRESS,
-    DequantisedFiles,
-    base_folder,
-    begin,
-    read_checkpoint,
-    write_tensors,
-)
+from ebft.tools.export import checkpoint as checkpoints
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
 if TYPE_CHECKING:
@@ -46,7 +38,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-_NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "README.md", MARK, ".*", *RECORDS)
+_NOT_COPIED = ("*.safetensors", "*.index.json", *checkpoints.OTHER_FORMATS, "*.onnx", "README.md", MARK, ".*", *RECORDS)
 
 
 @dataclass(frozen=True)
@@ -90,9 +82,10 @@ def merge_adapter(
     Raises ModelError if the adapter or the base model cannot be merged.
     """
     config, weights = adapters.read_lora_config(source.adapter), adapters.read_adapter_weights(source.adapter)
-    base = base_folder(source.base, source.revision)
+    base = checkpoints.base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
-    checkpoint, text_config = read_checkpoint(base, DequantisedFiles), text_model_config(base_config)
+    checkpoint = checkpoints.read_checkpoint(base, checkpoints.DequantisedFiles)
+    text_config = text_model_config(base_config)
     plain = adapters.empty_model(text_config, source.trust_remote_code)
     rounding = None if source.quantised is None else adapters.BitsAndBytesRounding(plain, source.quantised)
     adapter = adapters.attach(adapters.empty_model(text_config, source.trust_remote_code), config, weights)
@@ -108,14 +101,14 @@ def merge_adapter(
     with doing("reading --max-shard-size"):
         split = split_torch_state_dict_into_shards(outputs, max_shard_size=max_shard_size or largest)
     shards = split.filename_to_tensors
-    begin(to, _identity(source, base, checkpoint, shards))
+    checkpoints.begin(to, _identity(source, base, checkpoint, shards))
     resumed = 0
     for number, (name, keys) in enumerate(shards.items(), start=1):
         if (to / name).is_file():
             resumed += 1
         else:
             layout = {key: part_of[key].outputs[key] for key in keys}
-            write_tensors(to / name, layout, _merged(merge, checkpoint, part_of, keys))
+            checkpoints.write_tensors(to / name, layout, _merged(merge, checkpoint, part_of, keys))
         if on_shard is not None:
             on_shard(number, len(shards))
     _copy_other_files(base, source.tokenizer, to)
@@ -128,7 +121,7 @@ def merge_adapter(
         base_config.tie_word_embeddings = base_config.get_text_config().tie_word_embeddings = False
     base_config.get_text_config().vocab_size = adapter.vocab_size
     write_text(to / "config.json", json.dumps(json.loads(base_config.to_json_string()), indent=2) + "\n")
-    (to / PROGRESS).unlink()
+    (to / checkpoints.PROGRESS).unlink()
     largest = max(sum(part_of[key].outputs[key].nbytes for key in keys) for keys in shards.values())
     return MergeResult(to, split.metadata["total_size"], largest, len(shards), resumed, merge.unties)
 
@@ -312,8 +305,6 @@ class Merge:
 def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | None = None) -> MergeSource:
     """The adapter in the `output_dir` of a config (or in the folder `adapter`) and its base model."""
     folder = Path(adapter or config.output_dir).expanduser()
-    if not (folder / CONFIG).is_file():
-        raise adapters.no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
     config = as_trained(config, folder)
     return MergeSource(
         folder,

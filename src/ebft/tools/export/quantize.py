@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
-from ebft.errors import DataError, ModelError, doing
+from ebft.errors import ModelError, doing
 from ebft.files import json_object, read_text
 from ebft.models.files import refuse_classifier
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
@@ -90,9 +89,8 @@ def quantize_model(
 
 def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
     """The settings of torchao for linear layers."""
-    if importlib.util.find_spec("torchao") is None:
-        raise ModelError("Quantisation requires the package torchao: pip install 'ebft[quantize]'")
-    from torchao import quantization
+    with doing("importing torchao (pip install 'ebft[quantize]')"):
+        from torchao import quantization
 
     kind, size = (wanted.weight_dtype, wanted.activation_dtype), wanted.group_size or GROUP_SIZE
     make: dict[tuple[str, str | None], Callable[[], Any]] = {
@@ -147,14 +145,15 @@ def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
     for number, (one, nll) in enumerate(zip(sequences, token_nll(model, [one.ids for one in sequences]))):
         of_scored = nll[[place - 1 for place in one.scored]]
         scores.add("ce_loss", [number], [of_scored.sum()], [len(of_scored)])
-    return scores.means()["perplexity"]
+    with doing("measuring the perplexity of the text (of the config, or of --text)"):
+        return scores.means()["perplexity"]
 
 
 def text_sequences(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
     """The first `max_tokens` tokens of a text file, in windows."""
     ids = encode(tokenizer, read_text(path), special=True)[:max_tokens]
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
-    return _some([ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1])
+    return [ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1]
 
 
 def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
@@ -177,12 +176,6 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
             break
         if one.scored:
             found.append(one)
-    return _some(found)
-
-
-def _some(found: list[ScoredTokens]) -> list[ScoredTokens]:
-    if not found:
-        raise DataError("The data has no text of two tokens to score. Give a text file with --text.")
     return found
 
 

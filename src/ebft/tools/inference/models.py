@@ -83,7 +83,7 @@ class Loaded:
 def model_of_run(config: RunConfig, folder: Path | None = None) -> Loaded:
     """The trained model in the `output_dir` of a config, or in `folder`. Raises ModelError if there is none."""
     folder = folder or Path(config.output_dir)
-    _check_model(folder, "Train the config first: ebft train CONFIG")
+    _check_model(folder)
     config, tokenizer = as_trained(config, folder), load_tokenizer(config)
     return Loaded(
         str(folder),
@@ -104,7 +104,7 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     taken from the run that trained the model, if its run.json is there. Raises ModelError for a folder without a model.
     """
     folder = Path(lasting_name(name))
-    _check_model(folder, "Give a config file, or the folder of a model or an adapter.")
+    _check_model(folder)
     refuse_parts(folder)
     is_adapter = (folder / ADAPTER_FILE).is_file()
     of_base = keys_of_base(folder) if is_adapter and base is None else {}
@@ -141,12 +141,11 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, b
     return reward, template, f"from {path}", bool(types) and is_plain_text(types)
 
 
-def _check_model(folder: Path, otherwise: str) -> None:
+def _check_model(folder: Path) -> None:
     """Raise ModelError for a folder without a model; the message names its newest checkpoint, if there is one."""
     has_weights = any(folder.glob("*.safetensors")) or bool(pickles(folder))
     if not (folder / ADAPTER_FILE).is_file() and not ((folder / "config.json").is_file() and has_weights):
-        hint = checkpoint_hint(folder, "ebft inference {}") or otherwise
-        raise ModelError(f"{folder} contains no trained model. {hint}")
+        raise ModelError(f"{folder} contains no trained model. {checkpoint_hint(folder, 'ebft inference {}')}".strip())
 
 
 def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> nn.Module:

@@ -237,26 +237,22 @@ class Session:
                 return
             if line == "/exit":
                 return
-            if line:
-                self._handle(line)
-
-    def _handle(self, line: str) -> None:
-        if line in ("/base", "/tuned"):
-            self.base = line == "/base"
-        elif line == "/reset":
-            self._messages = {False: [], True: []}
-        elif line == "/help":
-            for command, about in COMMANDS.items():
-                say(f"{command}  {about}")
-        elif line.startswith("/") and " " not in line:
-            say(f"Unknown command {line}; /help shows the commands.")
-        else:
-            try:
-                self.answer(line)
-            except KeyboardInterrupt:
-                say("\n(stopped)")
-            except DataError as error:  # such as a conversation that is too long
-                say(error, err=True)
+            if line in ("/base", "/tuned"):
+                self.base = line == "/base"
+            elif line == "/reset":
+                self._messages = {False: [], True: []}
+            elif line == "/help":
+                for command, about in COMMANDS.items():
+                    say(f"{command}  {about}")
+            elif line.startswith("/") and " " not in line:
+                say(f"Unknown command {line}; /help shows the commands.")
+            elif line:
+                try:
+                    self.answer(line)
+                except KeyboardInterrupt:
+                    say("\n(stopped)")
+                except DataError as error:  # such as a conversation that is too long
+                    say(error, err=True)
 
     def _prompt(self, text: str, base: bool) -> str | list[Message]:
         return [*self._messages[base], {"role": "user", "content": text}] if self._chats else text

@@ -63,7 +63,7 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
     is_one = is_launched() or options.launcher == PYTHON
     gpus = 0 if is_one else visible_gpus()
     processes, reason = (options.num_processes, "") if options.num_processes else _automatic(options, config, gpus)
-    if problem := next(_problems(options, processes, gpus), None):
+    if problem := next(_problems(options, processes), None):
         raise ConfigError(problem)
     if is_one:
         return Plan(options, None, 1, 0)
@@ -81,7 +81,7 @@ _OURS = {
 }
 
 
-def _problems(options: LaunchOptions, processes: int, gpus: int) -> Iterator[str]:
+def _problems(options: LaunchOptions, processes: int) -> Iterator[str]:
     machines, rank, given = options.machines, options.machine_rank, options.words()
     if machines == 1 and (rank or options.main_process_ip):  # rank 0 is the only machine
         yield "--machine-rank and --main-process-ip are for several machines. Set --num-machines."
@@ -102,11 +102,6 @@ def _problems(options: LaunchOptions, processes: int, gpus: int) -> Iterator[str
         yield (
             f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
             f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
-        )
-    if 0 < gpus < processes // machines:
-        yield (
-            f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * machines}. Use fewer, or make "
-            "more GPUs visible (CUDA_VISIBLE_DEVICES)."
         )
 
 

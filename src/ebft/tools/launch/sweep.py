@@ -140,19 +140,15 @@ class Sweep:
             key = word.partition("=")[0].strip()
             if key in swept:
                 raise ConfigError(f"{key} is swept, so it cannot be overridden. Remove {word!r:.100} or the swept key.")
-        configs = []
         for run in runs:
             with prefixed(f"The run {run.name} of the sweep"):
-                configs.append(check(self._overrides(run)))
-        if configs[0].resume_from_checkpoint is not None:
-            raise ConfigError("resume_from_checkpoint: each run of a sweep resumes from its own. Remove it.")
-        self.folder = Path(configs[0].output_dir)
-        for run in runs:
+                found, measured = check(self._overrides(run)), load_config(self.config, self._measuring(run))
+                if found.resume_from_checkpoint is not None:
+                    raise ConfigError("resume_from_checkpoint: each run of a sweep resumes from its own. Remove it.")
+                if not measured.test_datasets and not measured.val_set_size:
+                    raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
+            self.folder = Path(found.output_dir)
             run.output_dir = str(self.folder / run.name)
-            with prefixed(f"The run {run.name} of the sweep"):
-                config = load_config(self.config, self._measuring(run))
-            if not config.test_datasets and not config.val_set_size:
-                raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
 
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
@@ -263,7 +259,17 @@ class Sweep:
         return [*self.overrides, *own]
 
     def _identity(self, run: SweepRun) -> str:
-        return _identity(load_config(self.config, self._measuring(run)), Path(run.output_dir))
+        """What an evaluation depends on: settings, held-out rows, files of the base model and of the trained one."""
+        from ebft.catalog import lasting_name
+        from ebft.data.sources import content_digest  # imports datasets
+
+        config, folder = load_config(self.config, self._measuring(run)), Path(run.output_dir)
+        settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+        rows = [content_digest(entry) for entry in config.test_datasets or config.datasets]
+        base = Path(lasting_name(config.base_model))
+        files = [*sorted(folder.glob("ebft_final.json")), *(sorted(base.iterdir()) if base.is_dir() else ())]
+        changed = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+        return hashlib.sha256(json.dumps([settings, rows, changed]).encode()).hexdigest()
 
     def _earlier(self) -> dict[str, dict[str, Any]]:
         """The runs that an earlier sweep has stored, by name."""
@@ -280,19 +286,6 @@ class Sweep:
         with doing(f"writing {path}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(without_secrets(content), indent=2) + "\n")
-
-
-def _identity(config: RunConfig, folder: Path) -> str:
-    """What an evaluation depends on: settings, held-out rows, files of the base model and of the trained one."""
-    from ebft.catalog import lasting_name
-    from ebft.data.sources import content_digest  # imports datasets
-
-    settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    rows = [content_digest(entry) for entry in config.test_datasets or config.datasets]
-    base = Path(lasting_name(config.base_model))
-    files = [*sorted(folder.glob("ebft_final.json")), *(sorted(base.iterdir()) if base.is_dir() else ())]
-    changed = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
-    return hashlib.sha256(json.dumps([settings, rows, changed]).encode()).hexdigest()
 
 
 def _command(words: Sequence[str], received: list[int], quiet: bool = False) -> int:

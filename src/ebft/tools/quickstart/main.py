@@ -1,4 +1,7 @@
-"""The quickstart from start to end: model and text, measurement, fine-tuning, measurement, report."""
+"""The quickstart from start to end: model and text, measurement, fine-tuning, measurement, report.
+
+Before and after are measured in one fixed feature space: the space of the frozen base model.
+"""
 
 import json
 import math
@@ -7,30 +10,43 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress import track
 from rich.table import Table
+from rich.text import Text
+from torch import Tensor
 
+from ebft.anchors import BlockOptions
 from ebft.config.section import changed_keys
+from ebft.data.batches import DocumentCollator
+from ebft.data.lengths import block_options
+from ebft.data.load import load_token_rows
 from ebft.features import FeatureNetwork
+from ebft.models.causal_lm import evaluating
 from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.cpu import keep_freed_memory
+from ebft.printed import safe_console
 from ebft.run.config.schema import RunConfig, load_config
 from ebft.run.training import train
+from ebft.strided.held_out import held_out_metrics
+from ebft.structured.rollouts.local import Generator
+from ebft.structured.rollouts.turns import Sampling
 from ebft.tools.doctor.environment import PACKAGE, output_of
-from ebft.tools.quickstart import measure as measuring
 from ebft.tools.quickstart import smollm2, tiny
-from ebft.tools.quickstart.measure import greedy_completions, mean_changes, means, measure
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, check_output, command_line, console, own_copy, show_command
 
 TINY = "tiny"
 METHODS = {"ebft": "Energy-based fine-tuning", "sft": "Supervised fine-tuning"}
-LONGEST = 48  # tokens of the completions that are shown
 
 
 def quickstart(model: str, output: Path | None, seed: int, scale: str, method: str = "ebft") -> None:
@@ -55,10 +71,10 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     with phases.phase("before", "Held-out files, before"):
         policy = load_base_model(config, tokenizer)
         network = FeatureNetwork(policy, config.ebft.feature_layers, config.ebft.embed_method)
-        held_out = measuring.held_out_documents(config, tokenizer, run.groups)
-        prompts = measuring.choose_prompts(held_out.rows, LONGEST)
+        held_out = held_out_documents(config, tokenizer, run.groups)
+        prompts, references = zip(*choose_prompts(held_out.rows))
         before = measure(policy, network, held_out)
-        written_before = greedy_completions(policy, tokenizer, prompts, LONGEST)
+        written_before = greedy_completions(policy, tokenizer, prompts)
 
     with phases.phase(method, f"{title} with LoRA"):
         show_command(run.config_file, run.overrides)
@@ -66,17 +82,18 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
 
     with phases.phase("after", "Held-out files, after: the same documents, noise and feature network"):
         after = measure(result.model, network, held_out)
-        written_after = greedy_completions(result.model, tokenizer, prompts, LONGEST)
+        written_after = greedy_completions(result.model, tokenizer, prompts)
 
     with phases.phase("report", f"Result, seed {seed}: {len(held_out.rows)} documents of held-out files"):
-        shown = measuring.make_samples(tokenizer, prompts, written_before, written_after)
-        for sample in shown:
-            console.print(measuring.side_by_side(sample, console.width), "", soft_wrap=False)
+        texts = map(tokenizer.decode, prompts), written_before, written_after, map(tokenizer.decode, references)
+        shown = list(map(Continuations, *texts))
+        with (output / "samples.txt").open("w", encoding="utf-8") as file:
+            for page in (console, safe_console(file=file, width=140)):
+                for sample in shown:
+                    page.print(side_by_side(sample, page.width), "", soft_wrap=False)
         console.print(result_table(before, after))
-        measuring.save_samples(shown, output / "samples.txt")
-        curves = result.trainer.state.log_history
         heading = f"{title}, {model}, seed {seed}"
-        save_curves(curves, output / "curves.png", heading, config.ebft.use_whitening)
+        save_curves(result.trainer.state.log_history, output / "curves.png", heading, config.ebft.use_whitening)
     configs = {**run.earlier, method: config}
     save_summary(output / "summary.json", seed, before, after, configs, map(vars, shown), phases.seconds)
     console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
@@ -227,3 +244,111 @@ def save_summary(
         "seconds": seconds,
     }
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+DOCUMENTS_PER_GROUP = 8
+
+
+@dataclass
+class HeldOutText:
+    """Documents of held-out files, in groups, with the settings that every measurement shares."""
+
+    rows: list[dict[str, Any]]
+    groups: list[dict[str, Tensor]]  # the rows, collated
+    block_options: BlockOptions
+    seed: int
+
+
+def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOutText:
+    """`groups` x DOCUMENTS_PER_GROUP documents of the config's `test_datasets`, spread evenly over its files.
+
+    Rows without a prompt are windows of a longer text, and only full windows of `sequence_len` tokens are taken.
+    """
+    rows = load_token_rows(config, tokenizer).evaluation
+    usable = [row for row in rows if row["prompt_length"] or len(row["input_ids"]) == config.sequence_len]
+    count = min(groups, len(usable) // DOCUMENTS_PER_GROUP)
+    wanted = count * DOCUMENTS_PER_GROUP
+    chosen = [usable[i * len(usable) // wanted] for i in range(wanted)]
+    collate = DocumentCollator(tokenizer.pad_token_id)
+    parts = [collate(chosen[i::count]) for i in range(count)]  # each group mixes many files
+    blocks = replace(block_options(config, config.ebft, tokenizer), merge_rollouts=None)
+    return HeldOutText(chosen, parts, blocks, config.seed)
+
+
+def measure(model: Any, network: FeatureNetwork, held_out: HeldOutText) -> list[dict[str, float]]:
+    """The held-out metrics of `model` in each group of documents; the same noise samples each time it is called."""
+    return [
+        held_out_metrics(model, network, [group], block_options=held_out.block_options, seed=held_out.seed)
+        for group in track(held_out.groups, description="sampling and comparing")
+    ]
+
+
+def means(groups: list[dict[str, float]]) -> dict[str, float]:
+    """Each metric over all groups; the perplexity is the exponential of the mean cross-entropy."""
+    found = {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
+    return {**found, "perplexity": math.exp(found["ce_loss"])}
+
+
+def mean_changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
+    """Name, change of the mean and its standard error (NaN for one group) of each metric, paired by group."""
+    for name in before[0]:
+        differences = [b - a for a, b in zip(_of_groups(before, name), _of_groups(after, name))]
+        n, mean = len(differences), sum(differences) / len(differences)
+        variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
+        yield name, mean, math.sqrt(variance / n)
+
+
+def _of_groups(groups: list[dict[str, float]], name: str) -> list[float]:
+    """A metric of each group; of the perplexity of the mean cross-entropy, its first-order expansion (delta method)."""
+    if name != "perplexity":
+        return [group[name] for group in groups]
+    losses = [group["ce_loss"] for group in groups]
+    mean = sum(losses) / len(losses)
+    return [math.exp(mean) * (1 + loss - mean) for loss in losses]
+
+
+COUNT = 3  # prompts whose completions are shown
+LONGEST = 48  # tokens of these completions
+WINDOW_PROMPT = 32  # tokens of a window of a longer text that serve as its prompt
+NARROWEST = 110  # characters of a line that has room for three columns of code
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """A prompt with three continuations, as text."""
+
+    prompt: str
+    before: str
+    after: str
+    reference: str
+
+
+def choose_prompts(rows: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    """Prompts and references of COUNT held-out rows, at equal distances; references of at most LONGEST tokens."""
+    prompts = []
+    for row in (rows[index * len(rows) // COUNT] for index in range(COUNT)):
+        ids, length = row["input_ids"], row["prompt_length"] or WINDOW_PROMPT
+        prompts.append((ids[:length], ids[length : length + LONGEST]))
+    return prompts
+
+
+@torch.no_grad()
+def greedy_completions(model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
+    """What `model` writes greedily after each prompt, up to LONGEST tokens, with the end-of-text token if any."""
+    greedy = Generator(Sampling(temperature=0.0, end_ids=frozenset([tokenizer.eos_token_id])), tokenizer.pad_token_id)
+    with evaluating(model):
+        return [tokenizer.decode(one.ids) for one in greedy(model, prompts, [LONGEST] * len(prompts))]
+
+
+def side_by_side(sample: Continuations, width: int) -> RenderableType:
+    """The prompt, and below it the continuations in columns; below each other where `width` has no room for columns."""
+    texts = {"before": sample.before, "after": sample.after, "reference": sample.reference}
+    shown = {title: Text(text.strip("\n"), overflow="fold") for title, text in texts.items()}
+    if width < NARROWEST:
+        parts: RenderableType = Group(*(Panel(text, title=title, title_align="left") for title, text in shown.items()))
+    else:
+        parts = Table(width=width)
+        for title in shown:
+            parts.add_column(title, ratio=1)
+        parts.add_row(*shown.values())
+    return Group(Text(sample.prompt, style="bold"), parts)

@@ -10,6 +10,7 @@ import json
 import sys
 import sysconfig
 from bisect import bisect
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,27 +22,49 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from ebft.config.section import changed_keys
 from ebft.run.config.schema import load_config
 from ebft.run.training import train
-from ebft.tools.quickstart.run import (
-    CONFIGS,
-    SCALES,
-    Phases,
-    Run,
-    Scale,
-    console,
-    make_once,
-    moved,
-    own_copy,
-    show_command,
-)
+from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, make_once, moved, own_copy, show_command
 
 OUTPUT = Path("outputs/quickstart-tiny")  # what the two configs name
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that are not in tiny_base.yaml and tiny.yaml, and the overrides that change sizes there."""
+
+    max_files: int | None
+    vocab_size: int
+    shape: dict[str, int]
+    groups: int  # of held-out windows
+    base_overrides: list[str] = field(default_factory=list)
+    ebft_overrides: list[str] = field(default_factory=list)
+
+
+def _shape(width: int, layers: int) -> dict[str, int]:
+    """Sizes of a Llama with heads of 32 numbers."""
+    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3, "num_hidden_layers": layers}
+    return sizes | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), width // 32)
+
+
+_SHORT = ["sequence_len=64", "micro_batch_size=2", "warmup_steps=1", "logging_steps=1"]
+SCALES = {
+    "full": Scale(max_files=None, vocab_size=4096, shape=_shape(128, 4), groups=24),
+    "test": Scale(
+        max_files=60,
+        vocab_size=512,
+        shape=_shape(32, 4),
+        groups=2,
+        base_overrides=["max_steps=3", *_SHORT],
+        ebft_overrides=["max_steps=2", *_SHORT],
+    ),
+}
 
 
 def prepare_tiny(phases: Phases, output: Path, seed: int, scale_name: str) -> Run:
     """Write the text, pretrain the base model, and return the run that fine-tunes it."""
     scale = SCALES[scale_name]
     data, init, base = output / "data", output / "init", output / "base"
-    base_file, overrides = CONFIGS / "tiny_base.yaml", base_overrides(output, scale)
+    base_file, paths = CONFIGS / "tiny_base.yaml", {"base_model": "init", "datasets.0.path": "data/base.jsonl"}
+    overrides = [*moved(output, OUTPUT, {**paths, "output_dir": "base"}), *scale.base_overrides]
     config = load_config(base_file, overrides)
 
     with phases.phase("data", "Text: the source of this machine's Python standard library"):
@@ -57,21 +80,10 @@ def prepare_tiny(phases: Phases, output: Path, seed: int, scale_name: str) -> Ru
         show_command(own_copy(base_file, output), overrides)
         make_once(base, made_from, lambda: train(config))
 
-    config_file = own_copy(CONFIGS / "tiny.yaml", output)
-    return Run(config_file, ebft_overrides(output, seed, scale), scale.groups, earlier={"base": config})
-
-
-def base_overrides(output: Path, scale: Scale) -> list[str]:
-    """What tiny_base.yaml does not say: another output folder, the test's sizes."""
-    paths = {"base_model": "init", "datasets.0.path": "data/base.jsonl", "output_dir": "base"}
-    return [*moved(output, OUTPUT, paths), *scale.base_overrides]
-
-
-def ebft_overrides(output: Path, seed: int, scale: Scale) -> list[str]:
-    """What tiny.yaml does not say: another output folder, another seed, the test's sizes."""
-    data = {"datasets.0.path": "data/ebft.jsonl", "test_datasets.0.path": "data/held_out.jsonl"}
-    changed = moved(output, OUTPUT, {"base_model": "base", **data, "output_dir": "ebft"})
-    return [*changed, *([f"seed={seed}"] if seed else []), *scale.ebft_overrides]
+    paths = {"datasets.0.path": "data/ebft.jsonl", "test_datasets.0.path": "data/held_out.jsonl"}
+    changed = moved(output, OUTPUT, {"base_model": "base", **paths, "output_dir": "ebft"})
+    overrides = [*changed, *([f"seed={seed}"] if seed else []), *scale.ebft_overrides]
+    return Run(own_copy(CONFIGS / "tiny.yaml", output), overrides, scale.groups, earlier={"base": config})
 
 
 # Tests and tables of characters are left out: they are not on every machine, and hardly anyone writes such code.
@@ -82,10 +94,9 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def write_corpus(folder: Path, max_files: int | None = None) -> None:
     """Write base.jsonl (source), ebft.jsonl and held_out.jsonl (docstrings), by a hash of each path."""
-    documents = standard_library(max_files)
     parts: dict[str, list[dict[str, str]]] = {part: [] for part in PARTS}
-    for file, text in documents.items():
-        part = part_of(file, PARTS)
+    for file, text in standard_library(max_files).items():
+        part = list(PARTS)[bisect(list(accumulate(PARTS.values())), number_of(file) % 100)]
         text = text if part == "base" else docstrings(text)
         if text:
             parts[part].append({"text": text, "file": file})
@@ -123,11 +134,6 @@ def library_files(root: Path) -> list[Path]:
     """The library's own source files in an order that does not follow their names, the same on every machine."""
     files = [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
     return sorted(files, key=lambda path: number_of(path.relative_to(root).as_posix()))
-
-
-def part_of(file: str, parts: dict[str, int]) -> str:
-    """The one of `parts` (shares in percent by name) that a file belongs to, by a hash of its path."""
-    return list(parts)[bisect(list(accumulate(parts.values())), number_of(file) % 100)]
 
 
 def number_of(file: str) -> int:
