@@ -177,8 +177,10 @@ class Walk:
         is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # not the body of a class or a module
         if not is_function or (file := _file(frame)) is None:
             return
-        if frame.f_code.co_name == "compute_loss" and (self.step is None or self.step is frame):
-            self.step = frame if event == "call" else None
+        if event == "return" and self.step is frame:
+            self.step = None
+        if event == "call" and frame.f_code.co_name == "compute_loss" and self.step is None:
+            self.step = frame
         if event != "call":
             return
         self.functions[file].add(frame.f_code.co_qualname)
