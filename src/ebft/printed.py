@@ -17,9 +17,11 @@ from rich.segment import Segment
 
 BROKEN_PIPE = 128 + 13  # as shells report a command that SIGPIPE ended
 # Characters that change the order in which the following text is displayed, with their names.
-_DIRECTIONS = {
-    **dict(zip(range(0x202A, 0x202F), ("LRE", "RLE", "PDF", "LRO", "RLO"))),
-    **dict(zip(range(0x2066, 0x206A), ("LRI", "RLI", "FSI", "PDI"))),
+_SHOWN = {  # the symbols of control characters, and the names of directions
+    **{code: chr(0x2400 + code) for code in range(32)},
+    127: "\u2421",
+    **dict(zip(range(0x202A, 0x202F), ("<LRE>", "<RLE>", "<PDF>", "<LRO>", "<RLO>"))),
+    **dict(zip(range(0x2066, 0x206A), ("<LRI>", "<RLI>", "<FSI>", "<PDI>"))),
 }
 _UNLIMITED = 100_000  # characters in a line: tables are as wide as their cells
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -30,7 +32,7 @@ def printable(text: str) -> str:
 
     Characters that override the direction of text are replaced by their names, such as `<RLO>`.
     """
-    return _UNPRINTABLE.sub(lambda found: _visible(ord(found[0])), text)
+    return _UNPRINTABLE.sub(lambda found: _SHOWN.get(ord(found[0]), "\ufffd"), text)
 
 
 def duration(seconds: float) -> str:
@@ -57,12 +59,6 @@ def all_printable(value: Any) -> Any:
 def printable_json(text: str) -> str:
     """JSON with control characters in its strings as escapes, which readers convert back."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _visible(code: int) -> str:
-    if code in _DIRECTIONS:
-        return f"<{_DIRECTIONS[code]}>"
-    return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"
 
 
 def say(text: object = "", err: bool = False) -> None:
@@ -223,7 +219,12 @@ def without_secrets(value: Any, key: str = "") -> Any:
     """
     if isinstance(value, Mapping):
         in_environment = key.rpartition(".")[2].lower() in _ENVIRONMENTS
-        return {str(name): _value_of(str(name), item, in_environment) for name, item in value.items()}
+        shown = {}
+        for name, item in value.items():
+            last = str(name).rpartition(".")[2]
+            secret = is_secret_variable(last, item) if in_environment or last.isupper() else _OPTION.search(last)
+            shown[str(name)] = REMOVED if secret and item is not None else without_secrets(item, str(name))
+        return shown
     if isinstance(value, list | tuple):
         return [without_secrets(item, key) for item in value]
     if isinstance(value, str):
@@ -235,9 +236,3 @@ def value_without_secrets(key: str, value: Any) -> Any:
     """The value of a dotted key as `without_secrets` shows it; a key in a mapping such as `vllm.env` has a parent."""
     section, _, last = key.rpartition(".")
     return without_secrets({last: value}, section)[last]
-
-
-def _value_of(name: str, value: Any, in_environment: bool) -> Any:
-    last = name.rpartition(".")[2]
-    is_secret = is_secret_variable(last, value) if in_environment or last.isupper() else _OPTION.search(last)
-    return REMOVED if is_secret and value is not None else without_secrets(value, name)

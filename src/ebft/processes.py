@@ -120,15 +120,15 @@ def has_failed() -> bool:
 def watch_parent() -> None:
     """Stop this process, as SIGTERM does, when the command that started it is gone: SIGKILL cannot be passed on."""
     value = os.environ.pop(PARENT, None)  # processes that this one starts have another parent
+    parent = os.getppid()  # the command, or a process between
+
+    def watch() -> None:
+        while os.getppid() == parent and is_alive(int(value)):
+            time.sleep(_POLL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     if value is not None:
-        threading.Thread(target=_watch, args=(int(value), os.getppid()), name="parent", daemon=True).start()
-
-
-def _watch(command: int, parent: int) -> None:
-    """Wait until `parent`, which is the command or a process between, has ended; then send SIGTERM to this process."""
-    while os.getppid() == parent and is_alive(command):
-        time.sleep(_POLL)
-    os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def is_alive(pid: Any) -> bool:

@@ -185,8 +185,12 @@ def reader_arguments(kind: str, paths: list[Path]) -> dict[str, Any]:
 
     Raises DataError for a CSV file with two columns of the same name, or with more fields below the header than in it.
     """
-    csv_files = [path for path in paths if kind == "csv" and not _is_archive(path)]
-    header = check_starts({str(path): header_and_first_row(path) for path in csv_files})
+    starts = {}
+    for path in paths if kind == "csv" else ():
+        with path.open("rb") as file:  # not of one that is compressed in a way that its name does not say
+            if path.suffix.lower() in PACKED or not file.read(max(map(len, _STARTS))).startswith(_STARTS):
+                starts[str(path)] = header_and_first_row(path)
+    header = check_starts(starts)
     files = {"train": DataFilesList([os.path.abspath(path) for path in paths], [])}
     return {"data_files": files, **reader_options(kind, paths, header)}
 
@@ -263,9 +267,3 @@ def header_and_first_row(path: PurePath, file: Any = None) -> tuple[list[str], l
         reader = csv.reader(lines, delimiter="\t" if _ending(path) == ".tsv" else ",")
         header, first = islice(chain(filter(None, reader), ([], [])), 2)
         return header, first
-
-
-def _is_archive(path: Path) -> bool:
-    """Whether a file is compressed in a way that its name does not say."""
-    with path.open("rb") as file:
-        return path.suffix.lower() not in PACKED and file.read(max(map(len, _STARTS))).startswith(_STARTS)

@@ -63,7 +63,13 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     """
     problems = list(config.method.problems(config))
     if not elsewhere:
-        problems += _problems_of_launch(config, launched_processes() if processes is None else processes)
+        count = launched_processes() if processes is None else processes
+        if config.dp_shard_size not in (None, 1, count):
+            problems.append(
+                f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {count} processes."
+            )
+        if config.ddp not in (None, count > 1):
+            problems.append(f"ddp: {str(config.ddp).lower()}, but the number of processes is {count}. Remove ddp.")
     if problems := problems + list(_overwritten(config)):
         raise ConfigError("\n".join(problems))
     if config.evaluation.pass_at:
@@ -89,13 +95,6 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
         warn(f"Needed for training: {message}")
     for message in _missing_on_gpus(config) if elsewhere else ():
         warn(f"Needed for training on a GPU: {message}")
-
-
-def _problems_of_launch(config: RunConfig, processes: int) -> Iterator[str]:
-    if config.dp_shard_size not in (None, 1, processes):
-        yield f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {processes} processes."
-    if config.ddp not in (None, processes > 1):
-        yield f"ddp: {str(config.ddp).lower()}, but the number of processes is {processes}. Remove ddp."
 
 
 def _missing_on_gpus(config: RunConfig) -> Iterator[str]:
