@@ -53,15 +53,12 @@ def test_hub_id_that_exists(hub):
 NO_ROUTE, BAD_ID = OSError("no route"), HFValidationError("bad id")
 
 
-@pytest.mark.parametrize(
-    ("error", "name", "kind", "raised", "message"),
-    [
-        (NO_ROUTE, "owner/name", "dataset", DataError,
-         "the Hub cannot be reached .no route.. Use a local path, .* or set HF_HUB_OFFLINE=1"),
-        (BAD_ID, "smollm2-135", "model", ModelError,
-         r"a Hub id \(`ebft fetch` provides smollm2-135m\), but there is no such model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "name", "kind", "raised", "message"), [
+    (NO_ROUTE, "owner/name", "dataset", DataError,
+     "the Hub cannot be reached .no route.. Use a local path, .* or set HF_HUB_OFFLINE=1"),
+    (BAD_ID, "smollm2-135", "model", ModelError,
+     r"a Hub id \(`ebft fetch` provides smollm2-135m\), but there is no such model"),
+])  # fmt: skip
 def test_hub_that_says_no(hub, error, name, kind, raised, message):
     hub(error)
     with pytest.raises(raised, match=message):

@@ -27,16 +27,13 @@ def places(block):
     return [f"{document.source}{document.row['n']}" for document in block.documents]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "size", "keys", "blocks", "end"),
-    [
-        ([3, 2], 2, {}, ["00 01", "02 10", "11", "00 01"], 2),
-        ([5], 3, {"skip": 3}, ["03 04", "03 04"], None),  # of each pass
-        # A source begins again while the others go on.
-        ([2, 9], 6, {"weights": [1, 1]},
-         ["00 10 01 11 00 12", "01 13 00 14 01 15", "00 16 01 17 00 18", "01 10 00 11 01 12"], 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sizes", "size", "keys", "blocks", "end"), [
+    ([3, 2], 2, {}, ["00 01", "02 10", "11", "00 01"], 2),
+    ([5], 3, {"skip": 3}, ["03 04", "03 04"], None),  # of each pass
+    # A source begins again while the others go on.
+    ([2, 9], 6, {"weights": [1, 1]},
+     ["00 10 01 11 00 12", "01 13 00 14 01 15", "00 16 01 17 00 18", "01 10 00 11 01 12"], 3),
+])  # fmt: skip
 def test_sources_are_read_one_after_the_other_or_in_turn(sizes, size, keys, blocks, end):
     found = taken(documents(sizes, size, **keys).blocks(), len(blocks))
     assert [" ".join(places(block)) for block in found] == blocks

@@ -156,10 +156,9 @@ _THOUGHT, _ANSWER = "Let me count on fingers.", "It makes seven."
 _GUESSED = [_user("Count."), _reply(_ANSWER, reasoning_content="First a guess."), _user("Again.")]
 _IN_PARTS = [
     [{"type": "text", "text": "Name "}, "a", {"text": " colour.", "image": None}],
-    [{"type": "output_text", "text": "Turquoise."}],
-    [{"type": "input_text", "text": "Another?"}],
+    [{"type": "output_text", "text": "Turquoise."}], [{"type": "input_text", "text": "Another?"}],
     [{"type": "text", "text": "Magenta."}],
-]
+]  # fmt: skip
 
 KINDS = {
     "plain": Chat(_COLOUR),

@@ -147,12 +147,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not
 @pytest.mark.first(6)
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_rows(name):
-    found = [
-        f"{method}, {kind}: {line}"
-        for method in SETTINGS
-        for kind in (OF_PAIRS if method == "opencode" else KINDS)
-        for line in faults(method, name, kind)
-    ]
+    kinds = [(method, kind) for method in SETTINGS for kind in (OF_PAIRS if method == "opencode" else KINDS)]
+    found = [f"{method}, {kind}: {line}" for method, kind in kinds for line in faults(method, name, kind)]
     assert not found, "\n".join(["", *found])
 
 
