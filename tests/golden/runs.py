@@ -1,7 +1,4 @@
-"""The runs of the golden files: ten steps of each method on a tiny model, and every number that they log.
-
-Nothing here depends on files of the machine: tokens are bytes, weights and rows are made from fixed seeds.
-"""
+"""The runs of the golden files: ten steps of each method on a tiny model, made from fixed seeds, and what they log."""
 
 from __future__ import annotations
 

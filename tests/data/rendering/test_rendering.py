@@ -119,10 +119,8 @@ def ends_of_content(name, ids, span):
 
 
 def wanted_spans(name, chat, found, rendering):
-    """The ranges of the replies that a method trains on, and others that are right; references have no end of turn.
-
-    Turns that only call tools are trained on, but need not be where replies are sampled and compared.
-    """
+    """The ranges of the replies that a method trains on, and others that are right; references have no end of turn."""
+    # Turns that only call tools are trained on, but need not be where replies are sampled and compared.
     replies = [message for message in chat.messages if message["role"] == "assistant"]
     says = [bool(str(reply.get("content") or "").strip()) for reply in replies]  # nothing said is not learned
     calls = [bool(reply.get("tool_calls")) for reply in replies]

@@ -33,10 +33,7 @@ def tokenizer():
 
 @pytest.fixture
 def trained(tokenizer):
-    """`trained(messages, entry={...})`: the words of a row; PROMPT is a word for several.
-
-    Those trained on are in brackets, turns, where the anchors of strided mode can be, in parentheses.
-    """
+    """`trained(messages, entry={...})`: the words of a row, those trained on in brackets and turns in parentheses."""
 
     def run(messages, entry=None, type="chat_template", **keys):
         row = messages if isinstance(messages, dict) else {"messages": messages}
