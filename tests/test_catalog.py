@@ -8,10 +8,10 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from ebft.catalog import locate
-from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import source_files, source_fingerprint
 from ebft.errors import DataError, ModelError
 from ebft.files import file_hash
+from tests.data.conftest import entry
 
 
 @pytest.fixture
@@ -63,10 +63,6 @@ def test_hub_that_says_no(hub, error, name, kind, raised, message):
     hub(error)
     with pytest.raises(raised, match=message):
         locate(name, kind, {"model": "base_model", "dataset": "datasets.path"}[kind])
-
-
-def entry(path, **keys):
-    return DatasetEntry.model_validate({"path": str(path), "type": "ebft_pretrain.transform", **keys})
 
 
 def test_the_files_of_a_fingerprint_are_those_that_are_read(tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ import re
 import pytest
 from datasets import Dataset
 
-from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import read_source, source_files, source_fingerprint
 from ebft.data.stream import open_source
 from ebft.errors import told
+from tests.data.conftest import entry
 
 CARD = """---
 license: mit
@@ -52,10 +52,6 @@ def make(tmp_path):
         return tmp_path / "clone"
 
     return run
-
-
-def entry(path, **keys):
-    return DatasetEntry.model_validate({"path": str(path), "type": "completion", **keys})
 
 
 @pytest.mark.parametrize(("files", "keys", "expected"), [

@@ -10,20 +10,15 @@ import fsspec
 import pytest
 from datasets import Dataset, DatasetDict
 
-from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import content_digest, read_source, source_fingerprint
 from ebft.data.stream import open_source
 from ebft.errors import DataError, told
-from tests.data.conftest import warned
+from tests.data.conftest import entry, warned
 
 packed = partial(gzip.compress, mtime=0)  # a time would be part of the names of cases, which processes compare
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 LINE = '{"text": "a"}\n'
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
-
-
-def entry(path, **keys):
-    return DatasetEntry.model_validate({"path": str(path), "type": "ebft_pretrain.transform", **keys})
 
 
 def texts(path, **keys):
@@ -147,11 +142,9 @@ def test_files_named_for_splits(write):
     assert texts(folder) == streamed(folder) == ["one", "two", "three"]
     assert texts(folder, split="test") == streamed(folder, split="test") == ["held out"]
     assert texts(folder / "test.jsonl") == streamed(f"file://{folder}/test.jsonl") == ["held out"]
-
-
-def test_shards_of_splits_with_longer_names(write):
-    folder = write({f"train_{name}-0000{n}-of-00002.jsonl": LINES for name in ("sft", "prefs") for n in range(2)})
-    assert texts(folder, split="train_sft") == [row["text"] for row in ROWS] * 2
+    names = [f"{name}-0000{n}-of-00002" for name in ("sft", "prefs") for n in range(2)]
+    folder = write({f"shards/train_{name}.jsonl": LINES for name in names}) / "shards"
+    assert texts(folder, split="train_sft") == ["one", "two", "three"] * 2
     with pytest.raises(ValueError, match="Should be one of .*train_prefs.*train_sft"):
         texts(folder)
 

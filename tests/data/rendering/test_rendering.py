@@ -29,10 +29,8 @@ MEANT = (
 
 
 def meant(method, name, kind, outcome):
-    return any(
-        what == outcome and (methods == "*" or method in methods.split()) and fnmatch(name, names) and fnmatch(kind, of)
-        for methods, names, of, what, _ in MEANT
-    )
+    found = [case for case in MEANT if case[3] == outcome and (case[0] == "*" or method in case[0].split())]
+    return any(fnmatch(name, names) and fnmatch(kind, kinds) for _, names, kinds, *_ in found)
 
 
 def outcome(method, name, chat):
