@@ -66,12 +66,8 @@ def tiny_tokenizer_dir(tmp_path_factory) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=["<|begin|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = {"vocab_size": 512, "special_tokens": ["<|begin|>", "<|end|>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(**options, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train([str(stdlib / name) for name in ("argparse.py", "textwrap.py", "calendar.py")], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.token_to_id("<|begin|>"))]
@@ -90,19 +86,10 @@ def tiny_llama_dir(tiny_tokenizer_dir, tmp_path_factory) -> Path:
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **ends))
     folder = tmp_path_factory.mktemp("tiny-llama")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -124,10 +111,7 @@ def tiny_gguf(tiny_llama_dir, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """The real pretrained model of `ebft fetch smollm2-135m`, fetched now if need be.
-
-    Where it cannot be had, the tests that need it are skipped; in continuous integration that is a failure.
-    """
+    """The real model, fetched now if need be; without it, tests are skipped, or fail in continuous integration."""
     from ebft.errors import FetchError
     from ebft.tools.fetch import fetch_model
 

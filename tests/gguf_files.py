@@ -1,7 +1,4 @@
-"""A GGUF file as llama.cpp's converter writes it, from a Llama and a byte-level BPE tokenizer.
-
-Matrices are in blocks of 32 values (Q8_0); what they stand for is computed by the gguf package itself.
-"""
+"""A GGUF file as llama.cpp's converter writes it, from a Llama and a byte-level BPE tokenizer, in Q8_0."""
 
 import json
 

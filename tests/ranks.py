@@ -1,8 +1,5 @@
-"""Modules that run in one or several processes, with the environment that torchrun would give them.
-
-The processes are forked from one that has imported what they need and computed nothing, since those of torchrun take
-six seconds each to start. tests/launch starts real ones.
-"""
+"""Modules that run in one or several processes, with the environment that torchrun would give them."""
+# The processes are forked from one that has imported what they need, since those of torchrun take six seconds each.
 
 import faulthandler
 import multiprocessing

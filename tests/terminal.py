@@ -32,14 +32,8 @@ class Terminal:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
-            arguments,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=_adopt,
-            env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
-        )
+            arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_adopt,
+            env={**os.environ, "TERM": "xterm-256color", **(environment or {})})  # fmt: skip
         os.close(theirs)
         self._ours = ours
 

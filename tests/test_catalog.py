@@ -8,10 +8,10 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from ebft.catalog import locate
-from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import source_files, source_fingerprint
 from ebft.errors import DataError, ModelError
 from ebft.files import file_hash
+from tests.data.conftest import entry
 
 
 @pytest.fixture
@@ -53,23 +53,16 @@ def test_hub_id_that_exists(hub):
 NO_ROUTE, BAD_ID = OSError("no route"), HFValidationError("bad id")
 
 
-@pytest.mark.parametrize(
-    ("error", "name", "kind", "raised", "message"),
-    [
-        (NO_ROUTE, "owner/name", "dataset", DataError,
-         "the Hub cannot be reached .no route.. Use a local path, .* or set HF_HUB_OFFLINE=1"),
-        (BAD_ID, "smollm2-135", "model", ModelError,
-         r"a Hub id \(`ebft fetch` provides smollm2-135m\), but there is no such model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "name", "kind", "raised", "message"), [
+    (NO_ROUTE, "owner/name", "dataset", DataError,
+     "the Hub cannot be reached .no route.. Use a local path, .* or set HF_HUB_OFFLINE=1"),
+    (BAD_ID, "smollm2-135", "model", ModelError,
+     r"a Hub id \(`ebft fetch` provides smollm2-135m\), but there is no such model"),
+])  # fmt: skip
 def test_hub_that_says_no(hub, error, name, kind, raised, message):
     hub(error)
     with pytest.raises(raised, match=message):
         locate(name, kind, {"model": "base_model", "dataset": "datasets.path"}[kind])
-
-
-def entry(path, **keys):
-    return DatasetEntry.model_validate({"path": str(path), "type": "ebft_pretrain.transform", **keys})
 
 
 def test_the_files_of_a_fingerprint_are_those_that_are_read(tmp_path, monkeypatch):

@@ -1,8 +1,5 @@
-"""What is used of libraries without being part of their public interface: named here, and looked for in the libraries.
-
-A release that moves one of these fails here with its name and meaning, before something fails where it is hard to read.
-A private name that is not listed fails too: everything that touches one is in these files.
-"""
+"""What is used of libraries without being part of their public interface, and is looked for in the libraries."""
+# A private name that is not listed fails too: everything that touches one is in these files.
 
 import ast
 import importlib

@@ -50,10 +50,7 @@ def divergence(student, teacher):
     (True, TEXTS, "rotary", "float32"), (False, CHATS, "rotary", "float32"), (False, TEXTS, "learned", "float32"),
     (True, TEXTS, "rotary", "bfloat16")])  # fmt: skip
 def test_loss_and_gradients_are_those_of_plain_passes(adapter, rows, positions, dtype, tmp_path):
-    """After training, so that student and teacher differ: completion by completion, with the base model's own files.
-
-    In bfloat16 the logits are rounded, which differs with padding, and their divergence is not.
-    """
+    """Of student and teacher that differ, completion by completion; in bfloat16 logits are rounded, not divergences."""
     write_inputs(tmp_path)
     if positions == "learned":
         size = len(AutoTokenizer.from_pretrained(tmp_path / "model"))

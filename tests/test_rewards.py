@@ -131,11 +131,7 @@ def test_advantages_of_equal_rewards_are_zero_only_where_the_formula_gives_zero(
 
 
 def test_policy_gradient_of_the_reward_is_the_gradient_of_the_feature_matching_loss():
-    """Enumerated over three categorical samples: RLOO on eq. 7 ascends minus the loss, with both baselines' scales.
-
-    With alignment as a plain inner product, r_j = 2 <phi_j, ref> - d_j is the score whose REINFORCE gradient is
-    -grad ||E phi - ref||^2, which also fixes the factor that the literal baseline loses.
-    """
+    """Enumerated over three samples, with both scales of baselines: RLOO on eq. 7 ascends minus ||E phi - ref||^2."""
     phi, ref = random_features(3, 4), random_features(4, seed=3)
     logits = torch.tensor([0.3, -0.4, 0.2], requires_grad=True)
     p = logits.softmax(-1)

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from ebft.rewards import alignment_rewards, diversity_rewards
-from ebft.scores import (
-    Scores,
-    best_of,
-    feature_scores,
-    interval,
-    small_sample_factor,
-)
+from ebft.scores import Scores, best_of, feature_scores, interval, small_sample_factor
 
 
 def embeddings(groups=3, samples=4, size=6, seed=0):
@@ -92,10 +86,9 @@ def test_a_metric_that_applies_to_few_documents():
     assert interval(np.full(3, np.nan), 0.95) is None
 
 
-@pytest.mark.parametrize(
-    ("documents", "confidence", "t", "z"),  # quantiles of Student's t and of the normal distribution, from tables
-    [(4, 0.95, 3.182, 1.95996), (8, 0.95, 2.365, 1.95996), (20, 0.95, 2.093, 1.95996), (8, 0.9, 1.895, 1.64485)],
-)
+@pytest.mark.parametrize(("documents", "confidence", "t", "z"), [  # quantiles of Student's t and the normal, of tables
+    (4, 0.95, 3.182, 1.95996), (8, 0.95, 2.365, 1.95996), (20, 0.95, 2.093, 1.95996), (8, 0.9, 1.895, 1.64485),
+])  # fmt: skip
 def test_the_factor_for_few_documents_is_that_of_students_t(documents, confidence, t, z):
     wanted = t / z * math.sqrt(documents / (documents - 1))
     assert small_sample_factor(np.full(documents, 3.0), confidence) == pytest.approx(wanted, rel=1e-2)

@@ -28,11 +28,9 @@ def test_values_of_secret_options():
     assert found["hub_token"] == found["api-key"] == found["nested"][0]["password"] == "(removed)"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["AWS_SESSION_TOKEN", "NGC_TOKEN", "bearer_token", "Authorization", "WANDB_API_KEY", "MY_KEY", "PASSPHRASE", "pwd",
-     "auth", "cookie", "GITHUB_PAT", "CLIENT_SECRET", "GOOGLE_CREDENTIALS", "token"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "AWS_SESSION_TOKEN", "NGC_TOKEN", "bearer_token", "Authorization", "WANDB_API_KEY", "MY_KEY", "PASSPHRASE", "pwd",
+    "auth", "cookie", "GITHUB_PAT", "CLIENT_SECRET", "GOOGLE_CREDENTIALS", "token"])  # fmt: skip
 @pytest.mark.parametrize("key", ["env", "vllm.env"])
 def test_variables_of_a_mapping_of_the_environment(name, key):
     values = {key: {name: "x", "PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "5"}}
@@ -40,51 +38,45 @@ def test_variables_of_a_mapping_of_the_environment(name, key):
     assert without_secrets(values) == {key: {name: "(removed)", **kept}}
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("https://user:p@ss/word@host/x", "https://(removed)@host/x"),
-        ("https://u:p/w@host", "https://(removed)@host"),
-        ("https://token@host/a@b", "https://(removed)@host/a@b"),
-        ("postgres://u:p?w@host/db", "postgres://(removed)@host/db"),
-        ("user:secret@proxy:3128", "(removed)@proxy:3128"),
-        ("to `user:a/b@host` failed", "to `(removed)@host` failed"),
-        ("https://h/x?token=abc&split=1&X-Amz-Signature=9f#top", "https://h/x?token=(removed)&split=1&X-Amz-Signature=(removed)#top"),
-        ("https://h/?sig=a%2Fb&AWSAccessKeyId=c", "https://h/?sig=(removed)&AWSAccessKeyId=(removed)"),
-        ("hf_abcdefghijklmnopqrstuvwxyz012345", "(removed)"),
-        ("ghp_abcdefghijklmnop and gho_abcdefghijklmnop", "(removed) and (removed)"),
-        ("key sk-proj-abcDEF0123456789", "key (removed)"),
-        ("Authorization: Bearer abcdefgh", "Authorization: Bearer (removed)"),
-        ("env HF_TOKEN=abc vllm", "env HF_TOKEN=(removed) vllm"),
-        ("'vllm.env.NGC_TOKEN='abc'", "'vllm.env.NGC_TOKEN='(removed)'"),
-        ("hub_token=abc wandb.api_key=\"d e", "hub_token=(removed) wandb.api_key=\"(removed) e"),
-        ("wandb_v1_abcdefghij0123456789 AIzaSyA-abcdefghij0123456789", "(removed) (removed)"),
-        ("https://hooks.slack.com/services/T0/B0/x", "https://hooks.slack.com/services/(removed)"),
-        ("a -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- b", "a (removed) b"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "shown"), [
+    ("https://user:p@ss/word@host/x", "https://(removed)@host/x"),
+    ("https://u:p/w@host", "https://(removed)@host"),
+    ("https://token@host/a@b", "https://(removed)@host/a@b"),
+    ("postgres://u:p?w@host/db", "postgres://(removed)@host/db"),
+    ("user:secret@proxy:3128", "(removed)@proxy:3128"),
+    ("to `user:a/b@host` failed", "to `(removed)@host` failed"),
+    ("https://h/x?token=abc&split=1&X-Amz-Signature=9f#top", "https://h/x?token=(removed)&split=1&X-Amz-Signature=(removed)#top"),
+    ("https://h/?sig=a%2Fb&AWSAccessKeyId=c", "https://h/?sig=(removed)&AWSAccessKeyId=(removed)"),
+    ("hf_abcdefghijklmnopqrstuvwxyz012345", "(removed)"),
+    ("ghp_abcdefghijklmnop and gho_abcdefghijklmnop", "(removed) and (removed)"),
+    ("key sk-proj-abcDEF0123456789", "key (removed)"),
+    ("Authorization: Bearer abcdefgh", "Authorization: Bearer (removed)"),
+    ("env HF_TOKEN=abc vllm", "env HF_TOKEN=(removed) vllm"),
+    ("'vllm.env.NGC_TOKEN='abc'", "'vllm.env.NGC_TOKEN='(removed)'"),
+    ("hub_token=abc wandb.api_key=\"d e", "hub_token=(removed) wandb.api_key=\"(removed) e"),
+    ("wandb_v1_abcdefghij0123456789 AIzaSyA-abcdefghij0123456789", "(removed) (removed)"),
+    ("https://hooks.slack.com/services/T0/B0/x", "https://hooks.slack.com/services/(removed)"),
+    ("a -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- b", "a (removed) b"),
+])  # fmt: skip
 def test_secrets_in_text(text, shown):
     assert without_secrets_in_text(text) == shown
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["https://host:80/a?split=x&max_tokens=5", "hf://datasets/a/b@main/c.jsonl", "git@host:me/x.git", "a@b.org",
-     "/data/hf_checkpoints/run", "x/sk-learn", "{% for m in messages %}{{ bos_token + m }}", "C:/data",
-     "ValueError: no text", "pad_token=<pad>", "expected key=value", "num_tokens=5", 
-     "npm_config_registry=x", "pypi-mirror-of-our-company", "https://host/@scope/x"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "https://host:80/a?split=x&max_tokens=5", "hf://datasets/a/b@main/c.jsonl", "git@host:me/x.git", "a@b.org",
+    "/data/hf_checkpoints/run", "x/sk-learn", "{% for m in messages %}{{ bos_token + m }}", "C:/data",
+    "ValueError: no text", "pad_token=<pad>", "expected key=value", "num_tokens=5", 
+    "npm_config_registry=x", "pypi-mirror-of-our-company", "https://host/@scope/x"])  # fmt: skip
 def test_text_without_secrets_is_unchanged(text):
     assert without_secrets_in_text(text) == text
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["vllm.env.NGC_TOKEN={}", "vllm.env.NGC_TOKEN=[{}]", "vllm.env={{auth: [{}]}}", "vllm.env='hf_abcdefghijkl{}'",
-     "hub_token={}", "vllm.env.NGC_TOKEN='{}", "mlflow_tracking_uri=http://me:{}@host", "vllm=http://u:{}@h",
-     "datasets.0.path=https://u:{}@h/x.jsonl", "wandb_name=sk-proj-abcDEF01{}", "chat_template_kwargs.api_key={}",
-     "datasets.0.path=[https://u:{}@h]", "vllm.env.NGC_TOKEN.x={}", "deepspeed={{wandb: {{api_key: {}}}}}"],
-)  # fmt: skip
+@pytest.mark.parametrize("override", [
+    "vllm.env.NGC_TOKEN={}", "vllm.env.NGC_TOKEN=[{}]", "vllm.env={{auth: [{}]}}", "vllm.env='hf_abcdefghijkl{}'",
+    "hub_token={}", "vllm.env.NGC_TOKEN='{}", "mlflow_tracking_uri=http://me:{}@host", "vllm=http://u:{}@h",
+    "datasets.0.path=https://u:{}@h/x.jsonl", "wandb_name=sk-proj-abcDEF01{}", "chat_template_kwargs.api_key={}",
+    "datasets.0.path=[https://u:{}@h]", "vllm.env.NGC_TOKEN.x={}", "deepspeed={{wandb: {{api_key: {}}}}}",
+])  # fmt: skip
 def test_checks_of_configs_do_not_print_secrets(override, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("base_model: m\ndatasets: [{path: rows.jsonl, type: completion}]\n")

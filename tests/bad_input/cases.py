@@ -1,8 +1,5 @@
-"""A case of bad input: the files and the command of a user, and what the error must contain.
-
-Every table module of this folder lists cases in `CASES`. Cases with `ok` are valid input that looks similar to the
-invalid one: they must be accepted, so that the checks are not stricter than they have to be.
-"""
+"""A case of bad input: the files and the command of a user, and what the error must contain."""
+# Cases with `ok` look similar and must be accepted, so that the checks are not stricter than they have to be.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""Odd configs, output folders that hold other things, servers, and user code that fails, and valid ones like them.
-
-What is wrong with keys and values is in tests/config, with reward functions in tests/reward_functions.
-"""
+"""Odd configs, output folders that hold other things, servers, user code that fails, and valid ones like them."""
 
 from typing import Any
 

@@ -61,13 +61,9 @@ def measure(tmp_path, monkeypatch, capsys):
         output = tmp_path / "gpu.json"
         code = gpu.main(["--output", str(output), *words])
         parts = json.loads(output.read_text())["parts"] if output.exists() else {}
-        return SimpleNamespace(
-            code=code,
-            printed=capsys.readouterr().out,
-            parts=parts,
-            calls=[json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()],
-            page=output.with_suffix(".md").read_text() if output.exists() else "",
-        )
+        calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+        page = output.with_suffix(".md").read_text() if output.exists() else ""
+        return SimpleNamespace(code=code, printed=capsys.readouterr().out, parts=parts, calls=calls, page=page)
 
     return measured
 
@@ -111,10 +107,9 @@ def setting(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command itself measures a GPU")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in gpu_parts.PARTS if name != "tests"],
-)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in gpu_parts.PARTS if name != "tests"
+])  # fmt: skip
 def test_a_part_runs(name, setting, tmp_path):
     report = gpu_parts.Report(tmp_path / "into.json")
     missing = {"vllm": "vLLM is not installed"}
@@ -136,11 +131,9 @@ def test_kernels_and_waits_are_counted():
         values = {"name": name, "duration_ns": duration_ns, "device_type": kind, "is_user_annotation": is_annotation}
         return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
 
-    events = [
-        event("void gemm<float>(int)", 3_000_000, True),
-        event("void (anonymous namespace)::gemm<half>(int)", 10**6, True),
-    ]
-    events += [event("Memcpy DtoH", 500_000, True), event("graph", 9, True, is_annotation=True), event("aten::mm")]
+    events = [event("void gemm<float>(int)", 3_000_000, True), event("graph", 9, True, is_annotation=True)]
+    events += [event("void (anonymous namespace)::gemm<half>(int)", 10**6, True), event("aten::mm")]
+    events += [event("Memcpy DtoH", 500_000, True)]
     events += [event("cudaStreamSynchronize"), event("cudaDeviceSynchronize"), event("cudaLaunchKernel")]
     expected = {"kernels": 2, "copies and fills": 1, "waits": 1, "operations on the host": 1, "idle": 0.55}
     found = gpu_parts.device_work(events, 0.01)

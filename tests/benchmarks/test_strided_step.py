@@ -1,7 +1,4 @@
-"""The benchmark at a size that takes seconds: what it measures adds up, and what it cannot measure it says.
-
-The published trainer takes part where EBFT_AXOLOTL_WHEEL names its wheel; no test reaches for a package registry.
-"""
+"""The benchmark at a size that takes seconds; the published trainer takes part where EBFT_AXOLOTL_WHEEL names it."""
 
 import contextlib
 import io

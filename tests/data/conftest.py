@@ -9,6 +9,7 @@ import warnings
 import pytest
 from datasets import Dataset
 
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.apply import Source, tokenise
 from ebft.run.config.schema import RunConfig
 
@@ -24,6 +25,10 @@ def user(content, **keys):
 
 def assistant(content, **keys):
     return {"role": "assistant", "content": content, **keys}
+
+
+def entry(path, **keys):
+    return DatasetEntry.model_validate({"path": str(path), "type": "completion", **keys})
 
 
 def config_of(type, entry=None, path="x", **keys):

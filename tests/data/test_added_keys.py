@@ -57,10 +57,8 @@ def test_calls_and_tools_have_the_keys_of_their_row(texts):
     assert texts(CHATS, "parquet") == expected
     assert '"arguments": {"to": "a"}' in expected[1]
     assert '{"nested": {"deep": [{"x": 1}, {"y": 2}]}}' in expected[2]
-    renamed = [
-        {"messages": [{"calls" if key == "tool_calls" else key: m[key] for key in m} for m in row["messages"]]}
-        for row in CHATS
-    ]
+    rename = lambda message: {"calls" if key == "tool_calls" else key: value for key, value in message.items()}
+    renamed = [{"messages": list(map(rename, row["messages"]))} for row in CHATS]
     names = {"message_property_mappings": {"role": "role", "content": "content", "tool_calls": "calls"}}
     assert texts(renamed, "parquet", **names) == expected
     rows = [CHATS[0] | {"tools": [tool(a=1)]}, CHATS[1] | {"tools": [tool(b=2)]}]

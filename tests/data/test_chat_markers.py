@@ -9,18 +9,15 @@ from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.structured.conftest import make_chat_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("text", "markers"),
-    [
-        ("<|im_start|>user\nHi<|im_end|>\n<|pad|>", []),  # tokens of the vocabulary
-        ("<|user|>\nHi<|end|><|user|>", ["<|user|>", "<|end|>"]),
-        ("<｜User｜>Hi<start_of_turn></end_of_turn>", ["<｜User｜>", "<start_of_turn>", "</end_of_turn>"]),
-        ("<s>[INST] Hi[/INST][SYSTEM_PROMPT]</s>", ["<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "</s>"]),
-        ("<s>[INST] Hi [/INST]", ["<s>"]),  # Llama 2 and Mistral v1, which write it as text
-        ("### Instruction:\nHi\n\n### Response:\n", []),
-        ("[USER]: <b>Hi</b> <think>\n</think> a < b | c > d [x] <|", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "markers"), [
+    ("<|im_start|>user\nHi<|im_end|>\n<|pad|>", []),  # tokens of the vocabulary
+    ("<|user|>\nHi<|end|><|user|>", ["<|user|>", "<|end|>"]),
+    ("<｜User｜>Hi<start_of_turn></end_of_turn>", ["<｜User｜>", "<start_of_turn>", "</end_of_turn>"]),
+    ("<s>[INST] Hi[/INST][SYSTEM_PROMPT]</s>", ["<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "</s>"]),
+    ("<s>[INST] Hi [/INST]", ["<s>"]),  # Llama 2 and Mistral v1, which write it as text
+    ("### Instruction:\nHi\n\n### Response:\n", []),
+    ("[USER]: <b>Hi</b> <think>\n</think> a < b | c > d [x] <|", []),
+])  # fmt: skip
 def test_markers_that_are_split(text, markers):
     assert split_markers(make_chat_tokenizer(), text) == markers
 

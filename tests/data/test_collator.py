@@ -8,10 +8,8 @@ from ebft.data.batches import DocumentCollator, JoiningCollator, joined, pack_ro
 from ebft.errors import DataError
 from ebft.strided.layout import Documents
 
-ROWS = [
-    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "prompt_length": 1},
-    {"input_ids": [8], "labels": [8], "prompt_length": 0},
-]
+ROWS = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "prompt_length": 1},
+        {"input_ids": [8], "labels": [8], "prompt_length": 0}]  # fmt: skip
 
 
 def lists(batch):
@@ -74,11 +72,9 @@ def test_joined_documents():
     assert joined(DOCUMENTS) == row
     batch = JoiningCollator(0)([{"documents": DOCUMENTS}, {"documents": [{"input_ids": [1, 2, 3]}]}])
     assert lists(batch) == {
-        "input_ids": [[5, 6, 7, 8, 9], [1, 2, 3, 0, 0]],
-        "position_ids": [[0, 1, 2, 0, 1], [0, 1, 2, 0, 0]],
-        "labels": [[-100, 6, 7, -100, 9], [-100, 2, 3, -100, -100]],
-        "attention_mask": [[1] * 5, [1, 1, 1, 0, 0]],
-    }
+        "input_ids": [[5, 6, 7, 8, 9], [1, 2, 3, 0, 0]], "position_ids": [[0, 1, 2, 0, 1], [0, 1, 2, 0, 0]],
+        "labels": [[-100, 6, 7, -100, 9], [-100, 2, 3, -100, -100]], "attention_mask": [[1] * 5, [1, 1, 1, 0, 0]],
+    }  # fmt: skip
     batch = JoiningCollator(0)([{"input_ids": [5, 6], "labels": [5, 6], "prompt_length": 0}, {"input_ids": [7]}])
     assert batch.keys() == {"input_ids", "attention_mask", "labels"}
     assert batch["labels"].tolist() == [[-100, 6], [-100, -100]]

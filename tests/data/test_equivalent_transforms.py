@@ -9,13 +9,9 @@ from ebft.data.load import load_token_rows
 from ebft.data.prompts import load_prompt_rows
 from ebft.data.transforms import TRANSFORMS
 from tests.data.conftest import assistant, config_of, user
+from tests.data.test_inventory import METHODS
 
-METHODS = {
-    "plain": {},
-    "strided": {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 4, "generate_max_len": 2}},
-    "structured": {"rl": "ebft"},
-    "grpo": {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}},
-}
+TRAINED = ("sft", "strided", "structured", "grpo")
 
 
 def chat(number):
@@ -40,9 +36,8 @@ def load(path, type, tokenizer, method, **keys):
     with warnings.catch_warnings(action="ignore"):
         config = config_of(type, path=path, sequence_len=300, **METHODS[method], **keys)
     if config.method.rows == "prompts":
-        talks = [
-            [Renderer(tokenizer).of_row(row) for row in rows or []] for rows in load_prompt_rows(config, tokenizer)[:2]
-        ]
+        parts = load_prompt_rows(config, tokenizer)[:2]
+        talks = [[Renderer(tokenizer).of_row(row) for row in rows or []] for rows in parts]
         return [[(talk.prompt_ids, talk.turns[0].reference_ids) for talk in part] for part in talks]
     cut = lambda row: (row["input_ids"][: row["prompt_length"]], row["input_ids"][row["prompt_length"] :])
     return [[cut(row) for row in rows or []] for rows in load_token_rows(config, tokenizer)[:2]]
@@ -63,9 +58,9 @@ def same(tokens, prompts):
 def test_all_methods_train_on_the_same_tokens(write_jsonl, tokenizer, chatml, type):
     chatml = tokenizer if type.startswith("ebft_strided_structured") else chatml  # text needs no chat template
     path = write_jsonl([MAKE.get(type.split(".")[0], chat)(number) for number in range(10)])
-    rows = {method: load(path, type, chatml, method, val_set_size=3, seed=1) for method in METHODS}
-    assert rows["plain"] == rows["strided"] and rows["structured"] == rows["grpo"]
+    rows = {method: load(path, type, chatml, method, val_set_size=3, seed=1) for method in TRAINED}
+    assert rows["sft"] == rows["strided"] and rows["structured"] == rows["grpo"]
     train, held_out = rows["structured"]
     turns = 2 if "all_turns" in type else 1
     assert len(train) == 7 * turns and len(held_out) == 3 * turns
-    assert same(rows["plain"][0], train) and same(rows["plain"][1], held_out)
+    assert same(rows["sft"][0], train) and same(rows["sft"][1], held_out)

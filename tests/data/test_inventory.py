@@ -21,19 +21,14 @@ METHODS = {
     "grpo": {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}},
     **{rl: {"rl": rl} for rl in ("dpo", "ipo", "orpo", "simpo")},
     "kto": {"rl": "kto", "micro_batch_size": 2},
-    "reward_model": {"reward_model": True},
-    "process_reward_model": {"process_reward_model": True},
+    **{kind: {kind: True} for kind in ("reward_model", "process_reward_model")},
 }
 PAIRED = ("dpo", "ipo", "orpo", "simpo")  # which load rows with the same functions
 CHATS = {  # the type that reads chats
-    "sft": "chat_template",
-    "strided": "ebft_strided_chat",
-    "structured": "ebft_chat_multiturn",
-    "grpo": "ebft_chat_multiturn.transform_last_turn",
-    **dict.fromkeys(PAIRED, "chat_template.default"),
-    "kto": "passthrough",
-    "reward_model": "bradley_terry.chat_template",
-}
+    "sft": "chat_template", "strided": "ebft_strided_chat", "structured": "ebft_chat_multiturn",
+    "grpo": "ebft_chat_multiturn.transform_last_turn", **dict.fromkeys(PAIRED, "chat_template.default"),
+    "kto": "passthrough", "reward_model": "bradley_terry.chat_template",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -80,9 +75,8 @@ def words(row, tokenizer, kwargs):
     flags = [on for ids, on in parts for on in [on] * len(TOKENIZER.decode(ids))]
     turn = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|$)", re.DOTALL)
     found = [(f"{m[1]}:{m[2]}", flags[m.start(2) : m.end(2)]) for m in turn.finditer(text)]
-    found = found or [
-        (m[0], flags[m.start() : m.end()]) for m in re.finditer(r"\S+", text.replace("<|endoftext|>", " " * 13))
-    ]
+    plain = text.replace("<|endoftext|>", " " * 13)
+    found = found or [(m[0], flags[m.start() : m.end()]) for m in re.finditer(r"\S+", plain)]
     return " ".join(f"{said}{'*' * all(on)}" if len(set(on)) < 2 else f"{said}?" for said, on in found)
 
 
@@ -102,17 +96,14 @@ def right(method, *turns):
 
 
 @pytest.mark.parametrize("method", FAST)
-@pytest.mark.parametrize(
-    ("chat", "others", "entry", "turns"),
-    [
-        ([Q, A], {}, {}, ["user:Q", "assistant:A*"]),
-        ([Q, A], {"system": "S"}, {}, ["system:S", "user:Q", "assistant:A*"]),
-        ([S, Q, A], {"system": "other"}, {}, ["system:S", "user:Q", "assistant:A*"]),
-        ([*MORE, Q, A], {"system": "S"}, {}, ["system:S", "user:Q0", "assistant:A0*", "user:Q", "assistant:A*"]),
-        ([assistant("Hi"), Q, A], {}, {}, ["assistant:Hi", "user:Q", "assistant:A*"]),
-        ([{"role": "developer", "content": "S"}, Q, A], {}, {}, ["developer:S", "user:Q", "assistant:A*"]),
-    ],
-)
+@pytest.mark.parametrize(("chat", "others", "entry", "turns"), [
+    ([Q, A], {}, {}, ["user:Q", "assistant:A*"]),
+    ([Q, A], {"system": "S"}, {}, ["system:S", "user:Q", "assistant:A*"]),
+    ([S, Q, A], {"system": "other"}, {}, ["system:S", "user:Q", "assistant:A*"]),
+    ([*MORE, Q, A], {"system": "S"}, {}, ["system:S", "user:Q0", "assistant:A0*", "user:Q", "assistant:A*"]),
+    ([assistant("Hi"), Q, A], {}, {}, ["assistant:Hi", "user:Q", "assistant:A*"]),
+    ([{"role": "developer", "content": "S"}, Q, A], {}, {}, ["developer:S", "user:Q", "assistant:A*"]),
+])  # fmt: skip
 def test_chats(load, method, chat, others, entry, turns):
     assert load(method, CHATS[method], {**of_chat(method, chat), **others}, **entry) == right(method, *turns)
 
@@ -131,17 +122,14 @@ SAME, NOTHING, NO_QUESTION = "two turns of the same role in a row", "an empty tu
 
 
 @pytest.mark.parametrize("method", FAST)
-@pytest.mark.parametrize(
-    ("chat", "reason"),
-    [
-        ([user("Q0"), Q, A], SAME),
-        ([user("Q0"), assistant(" "), Q, A], NOTHING),
-        ([*MORE, user(""), A], NOTHING),
-        ([assistant("Hi"), A], NO_QUESTION),
-        ([S, A], NO_QUESTION),
-        ([user(" "), A], NO_QUESTION),
-    ],
-)
+@pytest.mark.parametrize(("chat", "reason"), [
+    ([user("Q0"), Q, A], SAME),
+    ([user("Q0"), assistant(" "), Q, A], NOTHING),
+    ([*MORE, user(""), A], NOTHING),
+    ([assistant("Hi"), A], NO_QUESTION),
+    ([S, A], NO_QUESTION),
+    ([user(" "), A], NO_QUESTION),
+])  # fmt: skip
 def test_chats_that_are_dropped_and_counted(load, method, chat, reason):
     report = load(method, CHATS[method], of_chat(method, chat))
     assert re.search(r"dropped 1 (with|without a prompt).*", report) and reason in report
@@ -155,36 +143,33 @@ def listed(*messages):
     return {"chosen": [*messages, A], "rejected": [*messages, B]}
 
 
-@pytest.mark.parametrize(
-    ("method", "type", "row", "turns"),
-    [
-        # formats of question and answer that a chat template renders
-        *((method, type, {**row, **more}, turns) for more, turns in WITHOUT_OR_WITH_SYSTEM for method, type, row in (
-            *((method, "alpaca_chat", {"instruction": "Q", "output": "A"}) for method in TRAINS_ALL),
-            ("sft", "ebft_opencode.transform_strided", {"input": "Q", "output": "A"}),
-            ("structured", "ebft_opencode.transform", {"input": "Q", "output": "A"}),
-            # prompt and completion as messages, and a text as completion
-            *((method, CHATS[method], {"prompt": [Q], "completion": answer})
-              for method in TRAINS_ALL for answer in ("A", [A])),
-            *((method, CHATS[method], {"conversations": SHAREGPT}) for method in TRAINS_ALL),
-            ("dpo", "chat_template.argilla_chat", listed(Q)),
-            ("dpo", "passthrough", {"prompt": [Q], **listed()}),
-            ("dpo", "chatml.ultra", {"prompt": "Q", **listed(Q)}),  # texts with the marks of a style
-            # reward models: the question in any column, the replies as texts or messages
-            *(("reward_model", CHATS["reward_model"], {name: asked, **replies})
-              for name, asked in (("input", "Q"), ("input", [Q]), ("messages", [Q]), ("prompt", "Q"), ("prompt", [Q]))
-              for replies in (REPLIES, listed(), listed(Q), {"chosen": A, "rejected": B})))),
-        ("dpo", "chat_template.argilla", listed(*MORE, Q), MULTI),
-        ("dpo", "chatml.ultra", {"prompt": "Q0", **listed(*MORE, Q)}, MULTI),
-        ("dpo", "chatml.argilla_chat", listed(*MORE, Q), MULTI),
-        ("dpo", "chatml.argilla_chat", listed(S, Q), SQA),
-        ("kto", "chatml.argilla_chat", {"completion": [Q, A], "label": True, "system": "S"}, SQA),
-        ("reward_model", CHATS["reward_model"], {"messages": [*MORE, Q], **listed()}, MULTI),
-        ("reward_model", CHATS["reward_model"], {"input": "Q0", **listed(*MORE, Q)}, MULTI),
-        ("reward_model", CHATS["reward_model"], {"input": "Q", **listed(S, Q)}, SQA),
-        ("reward_model", CHATS["reward_model"], {"messages": [Q, A], **REPLIES}, QA),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("method", "type", "row", "turns"), [
+    # formats of question and answer that a chat template renders
+    *((method, type, {**row, **more}, turns) for more, turns in WITHOUT_OR_WITH_SYSTEM for method, type, row in (
+        *((method, "alpaca_chat", {"instruction": "Q", "output": "A"}) for method in TRAINS_ALL),
+        ("sft", "ebft_opencode.transform_strided", {"input": "Q", "output": "A"}),
+        ("structured", "ebft_opencode.transform", {"input": "Q", "output": "A"}),
+        # prompt and completion as messages, and a text as completion
+        *((method, CHATS[method], {"prompt": [Q], "completion": answer})
+          for method in TRAINS_ALL for answer in ("A", [A])),
+        *((method, CHATS[method], {"conversations": SHAREGPT}) for method in TRAINS_ALL),
+        ("dpo", "chat_template.argilla_chat", listed(Q)),
+        ("dpo", "passthrough", {"prompt": [Q], **listed()}),
+        ("dpo", "chatml.ultra", {"prompt": "Q", **listed(Q)}),  # texts with the marks of a style
+        # reward models: the question in any column, the replies as texts or messages
+        *(("reward_model", CHATS["reward_model"], {name: asked, **replies})
+          for name, asked in (("input", "Q"), ("input", [Q]), ("messages", [Q]), ("prompt", "Q"), ("prompt", [Q]))
+          for replies in (REPLIES, listed(), listed(Q), {"chosen": A, "rejected": B})))),
+    ("dpo", "chat_template.argilla", listed(*MORE, Q), MULTI),
+    ("dpo", "chatml.ultra", {"prompt": "Q0", **listed(*MORE, Q)}, MULTI),
+    ("dpo", "chatml.argilla_chat", listed(*MORE, Q), MULTI),
+    ("dpo", "chatml.argilla_chat", listed(S, Q), SQA),
+    ("kto", "chatml.argilla_chat", {"completion": [Q, A], "label": True, "system": "S"}, SQA),
+    ("reward_model", CHATS["reward_model"], {"messages": [*MORE, Q], **listed()}, MULTI),
+    ("reward_model", CHATS["reward_model"], {"input": "Q0", **listed(*MORE, Q)}, MULTI),
+    ("reward_model", CHATS["reward_model"], {"input": "Q", **listed(S, Q)}, SQA),
+    ("reward_model", CHATS["reward_model"], {"messages": [Q, A], **REPLIES}, QA),
+])  # fmt: skip
 def test_shapes(load, method, type, row, turns):
     assert load(method, type, row) == right(method, *turns[:-1], f"{turns[-1]}*")
 
@@ -201,17 +186,14 @@ def test_images_are_not_lost(load, method, column):
     assert found == right(method, "user:Q", "assistant:A*")
 
 
-@pytest.mark.parametrize(
-    ("method", "type", "row"),
-    [
-        *((method, "alpaca", {"instruction": "Q", "output": "A"}) for method in TRAINS_ALL),
-        *((method, "ebft_strided_structured", {"input": "Q", "output": "A"}) for method in TRAINS_ALL),
-        *(("dpo", type, {"prompt": "Q", **REPLIES}) for type in ("passthrough", {"field_prompt": "prompt"})),
-        ("kto", "passthrough", {"prompt": "Q", "completion": "A", "label": True}),
-        ("sft", "input_output", {"segments": [{"text": "Q", "label": False}, {"text": "A", "label": True}]}),
-        ("process_reward_model", "stepwise_supervised", {"prompt": "Q", "completions": ["A"], "labels": [True]}),
-    ],
-)
+@pytest.mark.parametrize(("method", "type", "row"), [
+    *((method, "alpaca", {"instruction": "Q", "output": "A"}) for method in TRAINS_ALL),
+    *((method, "ebft_strided_structured", {"input": "Q", "output": "A"}) for method in TRAINS_ALL),
+    *(("dpo", type, {"prompt": "Q", **REPLIES}) for type in ("passthrough", {"field_prompt": "prompt"})),
+    ("kto", "passthrough", {"prompt": "Q", "completion": "A", "label": True}),
+    ("sft", "input_output", {"segments": [{"text": "Q", "label": False}, {"text": "A", "label": True}]}),
+    ("process_reward_model", "stepwise_supervised", {"prompt": "Q", "completions": ["A"], "labels": [True]}),
+])  # fmt: skip
 def test_a_system_message_without_a_place(load, method, type, row):
     texts = lambda system, **entry: load(method, type, {**row, "system": system}, **entry)
     with pytest.raises(DataError, match=r"row 0: column 'system' .* has no place for a system message"):

@@ -37,26 +37,23 @@ def config(make_config):
     return make_config("unused", sequence_len=12, ebft=ebft)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "length", "prompt", "kept", "counts"),
-    [
-        ("strided", 7, 0, [7], {}),
-        ("strided", 6, 0, [], {"too short for one block": 1}),
-        ("strided", 0, 0, [], {"without text": 1}),
-        ("strided", 20, 0, [12, 8], {SPLIT: 1}),
-        ("strided", 30, 0, [12, 12], {SPLIT: 1, TAIL: 1}),
-        ("strided", 9, 5, [], {"too short for one block": 1}),
-        ("strided", 5, 5, [], {"without a reference": 1}),
-        ("strided", 20, 7, [12], {TRUNCATED: 1}),
-        ("strided", 20, 8, [], {NO_ROOM: 1}),
-        (None, 2, 0, [2], {}),  # plain fine-tuning needs one token to predict
-        (None, 1, 0, [], {"with a single token": 1}),
-        (None, 25, 0, [12, 12], {SPLIT: 1, NOTHING: 1}),
-        (None, 20, 12, [], {NO_ROOM: 1}),
-        ("truncate", 30, 0, [12], {TRUNCATED: 1}),
-        ("drop", 30, 0, [], {"longer than sequence_len": 1}),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "length", "prompt", "kept", "counts"), [
+    ("strided", 7, 0, [7], {}),
+    ("strided", 6, 0, [], {"too short for one block": 1}),
+    ("strided", 0, 0, [], {"without text": 1}),
+    ("strided", 20, 0, [12, 8], {SPLIT: 1}),
+    ("strided", 30, 0, [12, 12], {SPLIT: 1, TAIL: 1}),
+    ("strided", 9, 5, [], {"too short for one block": 1}),
+    ("strided", 5, 5, [], {"without a reference": 1}),
+    ("strided", 20, 7, [12], {TRUNCATED: 1}),
+    ("strided", 20, 8, [], {NO_ROOM: 1}),
+    (None, 2, 0, [2], {}),  # plain fine-tuning needs one token to predict
+    (None, 1, 0, [], {"with a single token": 1}),
+    (None, 25, 0, [12, 12], {SPLIT: 1, NOTHING: 1}),
+    (None, 20, 12, [], {NO_ROOM: 1}),
+    ("truncate", 30, 0, [12], {TRUNCATED: 1}),
+    ("drop", 30, 0, [], {"longer than sequence_len": 1}),
+])  # fmt: skip
 def test_lengths(config, make_config, strategy, length, prompt, kept, counts):
     if strategy != "strided":
         config = make_config("unused", sequence_len=12, rl=None, ebft=None, excess_length_strategy=strategy)
@@ -65,17 +62,14 @@ def test_lengths(config, make_config, strategy, length, prompt, kept, counts):
     assert [row["turn_spans"] for row in rows] == [[[prompt, size]] for size in kept]
 
 
-@pytest.mark.parametrize(
-    ("labels", "prompt_length", "kept", "counts"),
-    [
-        ([0, 0, 3, 3, 0, 0, 0, 8, 8], 7, (4, 2), {TRUNCATED: 1}),
-        ([0, 3, 0, 4, 0, 0, 0, 8, 8], 7, (4, 3), {TRUNCATED: 1}),
-        ([0, 0, 3, 3, 0, 6, 6, 8, 8], 7, (6, 5), {TRUNCATED: 1}),
-        ([0, 0, 0, 0, 0, 0, 8, 8, 8], 6, None, {NO_ROOM: 1}),
-        ([1, 0, 0, 0], 1, None, {"without a reference": 1}),
-        ([0, 0, 0, 8], 3, (4, 3), {}),
-    ],
-)
+@pytest.mark.parametrize(("labels", "prompt_length", "kept", "counts"), [
+    ([0, 0, 3, 3, 0, 0, 0, 8, 8], 7, (4, 2), {TRUNCATED: 1}),
+    ([0, 3, 0, 4, 0, 0, 0, 8, 8], 7, (4, 3), {TRUNCATED: 1}),
+    ([0, 0, 3, 3, 0, 6, 6, 8, 8], 7, (6, 5), {TRUNCATED: 1}),
+    ([0, 0, 0, 0, 0, 0, 8, 8, 8], 6, None, {NO_ROOM: 1}),
+    ([1, 0, 0, 0], 1, None, {"without a reference": 1}),
+    ([0, 0, 0, 8], 3, (4, 3), {}),
+])  # fmt: skip
 def test_earlier_turns_of_a_chat_that_is_cut_are_trained_on(make_config, labels, prompt_length, kept, counts):
     labels = [label or -100 for label in labels]
     rows, found = cut(make_config("unused", sequence_len=6, rl=None, ebft=None), row_of(labels, prompt_length))
@@ -85,17 +79,14 @@ def test_earlier_turns_of_a_chat_that_is_cut_are_trained_on(make_config, labels,
         assert (row["labels"], row["prompt_length"], len(row["input_ids"])) == (labels[:length], start, length)
 
 
-@pytest.mark.parametrize(
-    ("turns", "length", "kept", "counts"),
-    [
-        ([(1, 7), (9, 12)], 12, (12, 9, [[1, 7], [9, 12]]), {}),  # the second is too short: its anchor is at 11
-        ([(1, 6), (8, 12)], 12, None, {"too short for one block": 1}),  # anchors at 4 and 10, 2 tokens before the end
-        ([(1, 2), (4, 9)], 9, (9, 4, [[1, 2], [4, 9]]), {}),  # an anchor at 6
-        ([(1, 7), (9, 20)], 20, (12, 9, [[1, 7], [9, 12]]), {TRUNCATED: 1}),
-        ([(1, 8), (14, 20)], 20, (8, 1, [[1, 8]]), {TRUNCATED: 1}),  # not the user's turn at the end
-        ([(1, 6), (9, 20)], 20, None, {NO_ROOM: 1}),
-    ],
-)
+@pytest.mark.parametrize(("turns", "length", "kept", "counts"), [
+    ([(1, 7), (9, 12)], 12, (12, 9, [[1, 7], [9, 12]]), {}),  # the second is too short: its anchor is at 11
+    ([(1, 6), (8, 12)], 12, None, {"too short for one block": 1}),  # anchors at 4 and 10, 2 tokens before the end
+    ([(1, 2), (4, 9)], 9, (9, 4, [[1, 2], [4, 9]]), {}),  # an anchor at 6
+    ([(1, 7), (9, 20)], 20, (12, 9, [[1, 7], [9, 12]]), {TRUNCATED: 1}),
+    ([(1, 8), (14, 20)], 20, (8, 1, [[1, 8]]), {TRUNCATED: 1}),  # not the user's turn at the end
+    ([(1, 6), (9, 20)], 20, None, {NO_ROOM: 1}),
+])  # fmt: skip
 @pytest.mark.parametrize("mask_thinking", [False, True])
 def test_turns_of_strided_rows(config, turns, length, kept, counts, mask_thinking):
     """A row needs a turn with room for a block; turns are cut with the row, and masked ones stay."""

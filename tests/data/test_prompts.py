@@ -33,10 +33,8 @@ def test_rows_that_are_kept_and_dropped(load, chatml, capsys):
     rows = [{"input": asked, "output": reply, "id": 1} for asked, reply in [*rows, ("Add", "x " * 200)]]
     train, evaluation = load(rows, tokenizer=chatml)
     assert evaluation is None and train[:] == {"prompt": [[user("Add 1 2")]], "ground_truth": ["3"]}
-    assert (
-        "datasets: 7 documents produced 1 row; dropped 2 without a prompt, 3 without a reference, "
-        "1 whose prompt and reference do not fit within sequence_len (for example "
-    ) in (said := capsys.readouterr().err)
+    said, counts = capsys.readouterr().err, "1 row; dropped 2 without a prompt, 3 without a reference, 1 whose prompt"
+    assert f"datasets: 7 documents produced {counts} and reference do not fit within sequence_len (for ex" in said
     assert ", train, row 1)\n" in said
     with pytest.raises(DataError, match=r"2 without a prompt. No usable rows are left: .* sequence_len: 200"):
         load(rows[1:3], tokenizer=chatml)
@@ -99,14 +97,11 @@ def test_columns_that_show_only_in_later_rows(load, chatml, monkeypatch):
 XY = '"prompt": "x", "ground_truth": "y"'
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ('{"prompt": "x"}', "the field 'ground_truth' is missing; the transform returned prompt, but structured mode"),
-        (f'{{{XY}, "completions": "x"}}', "completions: reserved column name, .* add it to the .* remove_columns"),
-        ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', ".* no chat template"),
-    ],
-)
+@pytest.mark.parametrize(("result", "message"), [
+    ('{"prompt": "x"}', "the field 'ground_truth' is missing; the transform returned prompt, but structured mode"),
+    (f'{{{XY}, "completions": "x"}}', "completions: reserved column name, .* add it to the .* remove_columns"),
+    ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', ".* no chat template"),
+])  # fmt: skip
 def test_wrong_results_name_transform_row_and_field(load, own, chatml, tmp_path, result, message):
     with pytest.raises(DataError, match=f"row 0: {message}") as caught:
         load([{"q": "a"}], own(simple(result)))

@@ -6,10 +6,10 @@ import re
 import pytest
 from datasets import Dataset
 
-from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import read_source, source_files, source_fingerprint
 from ebft.data.stream import open_source
 from ebft.errors import told
+from tests.data.conftest import entry
 
 CARD = """---
 license: mit
@@ -54,23 +54,16 @@ def make(tmp_path):
     return run
 
 
-def entry(path, **keys):
-    return DatasetEntry.model_validate({"path": str(path), "type": "completion", **keys})
-
-
-@pytest.mark.parametrize(
-    ("files", "keys", "expected"),
-    [
-        (CLONE, {"split": "train_prefs"}, ["train_prefs 0", "train_prefs 1"]),
-        (CLONE, {"name": "sft"}, ["train_sft 0", "train_sft 1"]),
-        (CLONE, {"data_files": "data/*sft-00000*"}, ["train_sft 0"]),
-        ({**TABLES, "README.md": "# Rows", "LICENSE.txt": "free"}, {}, ["a", "b"]),
-        ({**TABLES, "dataset_infos.json": "{}"}, {"split": "test"}, ["t"]),
-        ({"README.md": OPTIONS, "a.csv": "text;n\nx,y;1\n", "b.csv": "text\nNA\n"}, {"name": "a"}, ["x,y"]),
-        ({"README.md": TYPES, "train.csv": "text\n12\n"}, {}, ["12"]),
-        ({"README.md": TYPES, "train.txt": "one\ntwo\n"}, {}, ["one", "two"]),  # as on the Hub
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "keys", "expected"), [
+    (CLONE, {"split": "train_prefs"}, ["train_prefs 0", "train_prefs 1"]),
+    (CLONE, {"name": "sft"}, ["train_sft 0", "train_sft 1"]),
+    (CLONE, {"data_files": "data/*sft-00000*"}, ["train_sft 0"]),
+    ({**TABLES, "README.md": "# Rows", "LICENSE.txt": "free"}, {}, ["a", "b"]),
+    ({**TABLES, "dataset_infos.json": "{}"}, {"split": "test"}, ["t"]),
+    ({"README.md": OPTIONS, "a.csv": "text;n\nx,y;1\n", "b.csv": "text\nNA\n"}, {"name": "a"}, ["x,y"]),
+    ({"README.md": TYPES, "train.csv": "text\n12\n"}, {}, ["12"]),
+    ({"README.md": TYPES, "train.txt": "one\ntwo\n"}, {}, ["one", "two"]),  # as on the Hub
+])  # fmt: skip
 def test_rows_are_those_of_the_configuration_and_the_split(make, files, keys, expected):
     found = entry(make(files), **keys)
     assert read_source(found)["text"][:] == expected
@@ -87,16 +80,13 @@ def test_slices_and_what_is_left_out(make, capsys):
     assert capsys.readouterr().err.count(line) == 1
 
 
-@pytest.mark.parametrize(
-    ("files", "keys", "message"),
-    [
-        (CLONE, {"name": "sft", "ds_type": "json"}, "ds_type: json, but this dataset repository has parquet files"),
-        (CLONE, {}, "no split 'train' in the configuration default. Available splits: train_prefs, test_prefs"),
-        ({"README.md": OPTIONS, "a.csv": "a\n1\n", "b.csv": "a\n1\n"}, {}, "name: None.*pick one among .*a.*b"),
-        ({"README.md": "---\nlicense: mit\n---\n", "train.parquet": "version https://git-lfs.github.com/spec/v1\n"},
-         {}, "train.parquet is a pointer of Git LFS .* Run `git lfs pull`"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "keys", "message"), [
+    (CLONE, {"name": "sft", "ds_type": "json"}, "ds_type: json, but this dataset repository has parquet files"),
+    (CLONE, {}, "no split 'train' in the configuration default. Available splits: train_prefs, test_prefs"),
+    ({"README.md": OPTIONS, "a.csv": "a\n1\n", "b.csv": "a\n1\n"}, {}, "name: None.*pick one among .*a.*b"),
+    ({"README.md": "---\nlicense: mit\n---\n", "train.parquet": "version https://git-lfs.github.com/spec/v1\n"},
+     {}, "train.parquet is a pointer of Git LFS .* Run `git lfs pull`"),
+])  # fmt: skip
 def test_what_is_not_there(make, files, keys, message):
     found = entry(make(files), **keys)
     with pytest.raises(Exception) as caught:

@@ -58,16 +58,13 @@ def labelled(row):
     return "".join(map(TOKENIZER.decode, row["input_ids"])), labels
 
 
-@pytest.mark.parametrize(
-    ("row", "keys", "entry", "text", "labels"),
-    [
-        (STEPS, {}, {"step_separator": "\n\n"}, "Q:ab\n\nc\n\n", ".....1..0"),  # the tokenizer has no BOS
-        ({**STEPS, "labels": [2, 1]}, {"num_labels": 3}, {}, "Q:ab\nc\n", "....2.1"),
-        (STEPS, {}, {"train_on_last_step_only": True}, "Q:ab\nc\n", "......0"),
-        (STEPS, {}, {"max_completion_length": 3}, "Q:ab\n", "....1"),
-        (STEPS, {"sequence_len": 6}, {}, "Q:ab\nc", "....1."),
-    ],
-)
+@pytest.mark.parametrize(("row", "keys", "entry", "text", "labels"), [
+    (STEPS, {}, {"step_separator": "\n\n"}, "Q:ab\n\nc\n\n", ".....1..0"),  # the tokenizer has no BOS
+    ({**STEPS, "labels": [2, 1]}, {"num_labels": 3}, {}, "Q:ab\nc\n", "....2.1"),
+    (STEPS, {}, {"train_on_last_step_only": True}, "Q:ab\nc\n", "......0"),
+    (STEPS, {}, {"max_completion_length": 3}, "Q:ab\n", "....1"),
+    (STEPS, {"sequence_len": 6}, {}, "Q:ab\nc", "....1."),
+])  # fmt: skip
 def test_the_last_token_of_each_separator_has_the_class_of_the_step(load, row, keys, entry, text, labels):
     rows, report = load(ROW, row, {**row, "prompt": "Q" * 9}, keys=keys, **entry)
     assert labelled(rows[0]) == (text, labels)
@@ -82,16 +79,13 @@ def test_bos_is_before_the_prompt(load, monkeypatch):
     assert labelled(load(ROW, STEPS)[0][0]) == ("<|im_start|>Q:ab\nc\n", ".....1.0")
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "message"),
-    [
-        (PAIR, {"prompt": [ASKED], "chosen": [user("Ho"), YES], "rejected": [ASKED, NO]},
-         "row 0: .*column 'chosen' starts with .*'user'"),
-        (PAIR, {**TEXTS, "margin": float("nan")}, "row 0: margin must be a finite number, got"),
-        (ROW, {**STEPS, "labels": [True]}, "must be lists of equal length"),
-        (ROW, {**STEPS, "labels": [1, 2]}, "labels contains 2, which is not one of 2 tokens or classes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "row", "message"), [
+    (PAIR, {"prompt": [ASKED], "chosen": [user("Ho"), YES], "rejected": [ASKED, NO]},
+     "row 0: .*column 'chosen' starts with .*'user'"),
+    (PAIR, {**TEXTS, "margin": float("nan")}, "row 0: margin must be a finite number, got"),
+    (ROW, {**STEPS, "labels": [True]}, "must be lists of equal length"),
+    (ROW, {**STEPS, "labels": [1, 2]}, "labels contains 2, which is not one of 2 tokens or classes"),
+])  # fmt: skip
 def test_wrong_rows_say_what_is_wrong(load, kind, row, message):
     with pytest.raises(DataError, match=message):
         load(kind, row)

@@ -10,20 +10,15 @@ import fsspec
 import pytest
 from datasets import Dataset, DatasetDict
 
-from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import content_digest, read_source, source_fingerprint
 from ebft.data.stream import open_source
 from ebft.errors import DataError, told
-from tests.data.conftest import warned
+from tests.data.conftest import entry, warned
 
 packed = partial(gzip.compress, mtime=0)  # a time would be part of the names of cases, which processes compare
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 LINE = '{"text": "a"}\n'
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
-
-
-def entry(path, **keys):
-    return DatasetEntry.model_validate({"path": str(path), "type": "ebft_pretrain.transform", **keys})
 
 
 def texts(path, **keys):
@@ -47,18 +42,15 @@ def write(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "keys"),
-    [
-        ("rows.json", json.dumps(ROWS), {}),
-        ("rows.jsonl", LINES, {}),
-        ("rows.csv", "text\none\ntwo\nthree\n", {}),
-        ("rows.tsv", "text\tn\none\t1\ntwo\t2\nthree\t3\n", {}),
-        ("rows.parquet", None, {}),
-        ("rows.tsv.gz", packed(b"text\tn\none\t1\ntwo\t2\nthree\t3\n"), {}),
-        ("rows.data", LINES, {"ds_type": "json"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "keys"), [
+    ("rows.json", json.dumps(ROWS), {}),
+    ("rows.jsonl", LINES, {}),
+    ("rows.csv", "text\none\ntwo\nthree\n", {}),
+    ("rows.tsv", "text\tn\none\t1\ntwo\t2\nthree\t3\n", {}),
+    ("rows.parquet", None, {}),
+    ("rows.tsv.gz", packed(b"text\tn\none\t1\ntwo\t2\nthree\t3\n"), {}),
+    ("rows.data", LINES, {"ds_type": "json"}),
+])  # fmt: skip
 def test_table_files(write, name, content, keys):
     path = write({name: content or ""}) / name
     if content is None:
@@ -66,18 +58,15 @@ def test_table_files(write, name, content, keys):
     assert texts(path, **keys) == streamed(path, **keys) == ["one", "two", "three"]
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"book.txt": "line one\n\nline two\n"}, ["line one\n\nline two\n"]),  # one document
-        ({name: name for name in ("b.py", "a.py", "sub/test.py", "__pycache__/a.pyc", ".hidden/x.py")},
-         ["a.py", "b.py", "sub/test.py"]),
-        ({"rows.jsonl": LINES, "code.py": "pass"}, ["one", "pass", "three", "two"]),
-        ({"README.md": "read", "code.py": "pass", "LICENSE": "free"}, ["pass", "read"]),
-        ({"a.txt.gz": packed(b"line one\n\nline two\n")}, ["line one\n\nline two\n"]),
-        ({"a.jsonl": '{"text": "a", "m": {"timestamp": 5}}\n{"text": "b", "m": {"timestamp": "x"}}\n'}, ["a", "b"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"book.txt": "line one\n\nline two\n"}, ["line one\n\nline two\n"]),  # one document
+    ({name: name for name in ("b.py", "a.py", "sub/test.py", "__pycache__/a.pyc", ".hidden/x.py")},
+     ["a.py", "b.py", "sub/test.py"]),
+    ({"rows.jsonl": LINES, "code.py": "pass"}, ["one", "pass", "three", "two"]),
+    ({"README.md": "read", "code.py": "pass", "LICENSE": "free"}, ["pass", "read"]),
+    ({"a.txt.gz": packed(b"line one\n\nline two\n")}, ["line one\n\nline two\n"]),
+    ({"a.jsonl": '{"text": "a", "m": {"timestamp": 5}}\n{"text": "b", "m": {"timestamp": "x"}}\n'}, ["a", "b"]),
+])  # fmt: skip
 def test_folders(write, files, expected):
     assert sorted(texts(write(files))) == expected
 
@@ -121,30 +110,27 @@ def test_links_to_folders_are_followed(write):
     assert texts(folder / "own") == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("files", "path", "keys", "message"),
-    [
-        ({"rows.jsonl": LINES}, "rows.jsonl", {"shards": 6}, "shards: 6 is more than its 3 rows"),
-        ({"a.jsonl": LINES}, "a.jsonl", {"type": "nemo_gym", "data_files": "a.jsonl"}, "one JSONL file, without data"),
-        ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
-        ({"own.py": "class Own(datasets.GeneratorBasedBuilder):\n    pass", "README.md": "Rows."}, "", {},
-         "made by its loading script own.py, which is not run"),
-        ({"a.txt": packed(b"text")}, "", {}, "not valid UTF-8"),
-        ({"a.txt": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "", {}, "pointer of Git LFS"),
-        ({"a.jsonl": LINES}, "a.jsonl", {"split": "train[:1]+train[9:]"}, "a part of it, selects no rows"),
-        *(({name: content}, name, {}, f"{name}(?:[:,]| as) ?{message}")
-          for name, content, message in (
-              ("a.jsonl", LINE * 16 + '{"text": a}\n', r"line 17: not valid JSON \(Expecting value"),
-              ("a.jsonl", LINE + '{"m": {"k": 1, "k": 2}}', "line 2: the key 'k' occurs 2 times in an object"),
-              ("a.jsonl", '{"n": 1e999}', "line 1: the number 1e999 is too large"),
-              ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: not valid UTF-8"),
-              ("a.json", '[{"text": "a"}, 3]', "row 1: a row must be a JSON object, got 3"),
-              ("a.json", '[{"text": "a"}]\n{"text": "b"}', "line 1: not valid JSON .text after the end of the list"),
-              ("a.json", '[{"text": "a"}, {"text": "b"},', "line 1: not valid JSON .Expecting value"),
-              ("a.csv", "text\none, two\nthree\n", "line 2: 2 fields, but the header has 1"),
-              ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "path", "keys", "message"), [
+    ({"rows.jsonl": LINES}, "rows.jsonl", {"shards": 6}, "shards: 6 is more than its 3 rows"),
+    ({"a.jsonl": LINES}, "a.jsonl", {"type": "nemo_gym", "data_files": "a.jsonl"}, "one JSONL file, without data"),
+    ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
+    ({"own.py": "class Own(datasets.GeneratorBasedBuilder):\n    pass", "README.md": "Rows."}, "", {},
+     "made by its loading script own.py, which is not run"),
+    ({"a.txt": packed(b"text")}, "", {}, "not valid UTF-8"),
+    ({"a.txt": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "", {}, "pointer of Git LFS"),
+    ({"a.jsonl": LINES}, "a.jsonl", {"split": "train[:1]+train[9:]"}, "a part of it, selects no rows"),
+    *(({name: content}, name, {}, f"{name}(?:[:,]| as) ?{message}")
+      for name, content, message in (
+          ("a.jsonl", LINE * 16 + '{"text": a}\n', r"line 17: not valid JSON \(Expecting value"),
+          ("a.jsonl", LINE + '{"m": {"k": 1, "k": 2}}', "line 2: the key 'k' occurs 2 times in an object"),
+          ("a.jsonl", '{"n": 1e999}', "line 1: the number 1e999 is too large"),
+          ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: not valid UTF-8"),
+          ("a.json", '[{"text": "a"}, 3]', "row 1: a row must be a JSON object, got 3"),
+          ("a.json", '[{"text": "a"}]\n{"text": "b"}', "line 1: not valid JSON .text after the end of the list"),
+          ("a.json", '[{"text": "a"}, {"text": "b"},', "line 1: not valid JSON .Expecting value"),
+          ("a.csv", "text\none, two\nthree\n", "line 2: 2 fields, but the header has 1"),
+          ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"))),
+])  # fmt: skip
 def test_what_cannot_be_read(write, files, path, keys, message):
     with pytest.raises(Exception) as caught:
         read_source(entry(write(files) / path, **keys))
@@ -156,11 +142,9 @@ def test_files_named_for_splits(write):
     assert texts(folder) == streamed(folder) == ["one", "two", "three"]
     assert texts(folder, split="test") == streamed(folder, split="test") == ["held out"]
     assert texts(folder / "test.jsonl") == streamed(f"file://{folder}/test.jsonl") == ["held out"]
-
-
-def test_shards_of_splits_with_longer_names(write):
-    folder = write({f"train_{name}-0000{n}-of-00002.jsonl": LINES for name in ("sft", "prefs") for n in range(2)})
-    assert texts(folder, split="train_sft") == [row["text"] for row in ROWS] * 2
+    names = [f"{name}-0000{n}-of-00002" for name in ("sft", "prefs") for n in range(2)]
+    folder = write({f"shards/train_{name}.jsonl": LINES for name in names}) / "shards"
+    assert texts(folder, split="train_sft") == ["one", "two", "three"] * 2
     with pytest.raises(ValueError, match="Should be one of .*train_prefs.*train_sft"):
         texts(folder)
 
@@ -215,17 +199,14 @@ def test_files_at_urls(tmp_path):
     assert content_digest(rows) is None
 
 
-@pytest.mark.parametrize(
-    ("content", "rows"),
-    [
-        ('\n{"text": "a \\ud83d\\ude00"}\n\n{"text": "b"} {"text": "c"}\nnull\n', ["a \U0001f600", "b", "c", None]),
-        ('{\n"text": "a"}\n{"text": "b"}', ["a", "b"]),
-        ('[{"text": "a"}, null,\n{"text": "b"}]\n', ["a", None, "b"]),
-        ('["a", "b"]', ["a", "b"]),
-        ('{\n"text": "a"\n}\n', ["a"]),
-        ('\ufeff{"text": "a"}', ["a"]),
-    ],
-)
+@pytest.mark.parametrize(("content", "rows"), [
+    ('\n{"text": "a \\ud83d\\ude00"}\n\n{"text": "b"} {"text": "c"}\nnull\n', ["a \U0001f600", "b", "c", None]),
+    ('{\n"text": "a"}\n{"text": "b"}', ["a", "b"]),
+    ('[{"text": "a"}, null,\n{"text": "b"}]\n', ["a", None, "b"]),
+    ('["a", "b"]', ["a", "b"]),
+    ('{\n"text": "a"\n}\n', ["a"]),
+    ('\ufeff{"text": "a"}', ["a"]),
+])  # fmt: skip
 def test_shapes_of_json(tmp_path, content, rows):
     (tmp_path / "a.json").write_text(content)
     assert texts(tmp_path / "a.json") == rows

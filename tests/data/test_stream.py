@@ -27,16 +27,13 @@ def places(block):
     return [f"{document.source}{document.row['n']}" for document in block.documents]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "size", "keys", "blocks", "end"),
-    [
-        ([3, 2], 2, {}, ["00 01", "02 10", "11", "00 01"], 2),
-        ([5], 3, {"skip": 3}, ["03 04", "03 04"], None),  # of each pass
-        # A source begins again while the others go on.
-        ([2, 9], 6, {"weights": [1, 1]},
-         ["00 10 01 11 00 12", "01 13 00 14 01 15", "00 16 01 17 00 18", "01 10 00 11 01 12"], 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sizes", "size", "keys", "blocks", "end"), [
+    ([3, 2], 2, {}, ["00 01", "02 10", "11", "00 01"], 2),
+    ([5], 3, {"skip": 3}, ["03 04", "03 04"], None),  # of each pass
+    # A source begins again while the others go on.
+    ([2, 9], 6, {"weights": [1, 1]},
+     ["00 10 01 11 00 12", "01 13 00 14 01 15", "00 16 01 17 00 18", "01 10 00 11 01 12"], 3),
+])  # fmt: skip
 def test_sources_are_read_one_after_the_other_or_in_turn(sizes, size, keys, blocks, end):
     found = taken(documents(sizes, size, **keys).blocks(), len(blocks))
     assert [" ".join(places(block)) for block in found] == blocks
@@ -105,6 +102,8 @@ def test_no_more_than_a_block_is_read_ahead_and_an_error_names_the_row():
     assert told(caught.value) == "while reading rows after row 25: OSError: the disk is gone"
     with pytest.raises(DataError, match="source 0: there are no rows after skip: 5"):
         next(documents([5], size=3, skip=5).blocks())
+    with pytest.raises(DataError, match="no document of the stream has text to train on"):
+        next(stream(lengths=(1, 0)).rows())
 
 
 # Documents of consecutive tokens: 1, 2, ... in the first, 11, 12, ... in the second.
@@ -148,8 +147,3 @@ def test_continuing_skips_to_the_row_and_begins_with_empty_rows():
     rows = taken(made.rows(), 8)
     made.continue_from(rows[1]["position"], row=4, skipped=3)
     assert taken(made, 6) == [SKIPPED] * 3 + rows[4:7]
-
-
-def test_a_stream_without_text_ends_with_an_error():
-    with pytest.raises(DataError, match="no document of the stream has text to train on"):
-        taken(stream(lengths=(1, 0)).rows(), 1)

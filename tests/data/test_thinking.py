@@ -2,34 +2,23 @@
 
 import pytest
 
-from ebft.data.tokens import (
-    TAGS,
-    Tokens,
-    adds_space,
-    ids_after,
-    mask_after,
-    split_thinking,
-    thinking_spans,
-)
+from ebft.data.tokens import TAGS, Tokens, adds_space, ids_after, mask_after, split_thinking, thinking_spans
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("text", "blocks", "split"),
-    [
-        ("Just 4.", [], ("", "Just 4.")),
-        ("<think>\n2+2\n</think>\n\n4", ["<think>\n2+2\n</think>\n\n"], ("2+2", "4")),
-        ("\n<think>a</think>4", ["<think>a</think>"], ("a", "4")),
-        ("2+2</think>\n4", ["2+2</think>\n"], ("2+2", "4")),  # the chat template opened it
-        ("<think>never closed", [], ("", "<think>never closed")),
-        ("a <think>b</think> c <think>d", ["<think>b</think> "], ("b", "a c <think>d")),
-        ("<think>a</think>b<think>c</think> d", ["<think>a</think>", "<think>c</think> "], ("a\n\nc", "bd")),
-        ("<think>a<reasoning>b</reasoning></think>c", ["<think>a<reasoning>b</reasoning></think>"], None),
-        ("<think>a</think>  ", ["<think>a</think>  "], ("a", "")),
-        *((f"{start}a{end} b", [f"{start}a{end} "], ("a", "b")) for start, end in TAGS),
-        *((f"a{end} b", [f"a{end} "], ("a", "b")) for _, end in TAGS),
-    ],
-)
+@pytest.mark.parametrize(("text", "blocks", "split"), [
+    ("Just 4.", [], ("", "Just 4.")),
+    ("<think>\n2+2\n</think>\n\n4", ["<think>\n2+2\n</think>\n\n"], ("2+2", "4")),
+    ("\n<think>a</think>4", ["<think>a</think>"], ("a", "4")),
+    ("2+2</think>\n4", ["2+2</think>\n"], ("2+2", "4")),  # the chat template opened it
+    ("<think>never closed", [], ("", "<think>never closed")),
+    ("a <think>b</think> c <think>d", ["<think>b</think> "], ("b", "a c <think>d")),
+    ("<think>a</think>b<think>c</think> d", ["<think>a</think>", "<think>c</think> "], ("a\n\nc", "bd")),
+    ("<think>a<reasoning>b</reasoning></think>c", ["<think>a<reasoning>b</reasoning></think>"], None),
+    ("<think>a</think>  ", ["<think>a</think>  "], ("a", "")),
+    *((f"{start}a{end} b", [f"{start}a{end} "], ("a", "b")) for start, end in TAGS),
+    *((f"a{end} b", [f"a{end} "], ("a", "b")) for _, end in TAGS),
+])  # fmt: skip
 def test_blocks(text, blocks, split):
     assert [text[start:end] for start, end in thinking_spans(text)] == blocks
     assert split is None or split_thinking(text) == split
@@ -83,14 +72,9 @@ def test_ids_and_masks_without_an_added_space(scheme):
     assert adds_space(tokenizer) and not adds_space(space_tokenizer("never"))
     assert tokenizer.convert_ids_to_tokens(tokenizer("c", add_special_tokens=False)["input_ids"]) == ["▁c"]
     for before, text, expected in (
-        ("b", " c", ["▁c"]),
-        ("b", "c", ["c"]),
-        ("b\n", "Hi c", ["Hi", "▁c"]),
-        ("", "c b", ["c", "▁b"]),
+        ("b", " c", ["▁c"]), ("b", "c", ["c"]), ("b\n", "Hi c", ["Hi", "▁c"]), ("", "c b", ["c", "▁b"]),
         ("b ", "c", ["c"]),  # joined, the space and the word are one token
-        ("H", "i", ["i"]),
-        ("b", "", []),
-        ("b", " c Hi b", ["▁c", "▁Hi", "▁b"]),
-    ):
+        ("H", "i", ["i"]), ("b", "", []), ("b", " c Hi b", ["▁c", "▁Hi", "▁b"]),
+    ):  # fmt: skip
         assert tokenizer.convert_ids_to_tokens(ids_after(tokenizer, before, text)) == expected
     assert mask_after(tokenizer, "b", " c Hi b", [(3, 5)]) == [False, True, False]

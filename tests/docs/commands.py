@@ -55,10 +55,7 @@ def _arguments(words: list[str]) -> list[str] | None:
 
 
 def check_command(arguments: list[str], incomplete: bool = False) -> None:
-    """Raise AssertionError for unknown commands, options and config keys, and for values that they do not accept.
-
-    `incomplete` allows missing arguments, as in the text: `ebft train --tui`.
-    """
+    """Raise AssertionError for unknown commands, options, keys and values; `incomplete` allows missing arguments."""
     given = [PLACEHOLDERS.get(word, word) for word in arguments]
     given = [word for word in given if word is not None]
     if not given or given[0] in ("COMMAND", "--version", "--install-completion"):

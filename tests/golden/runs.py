@@ -1,7 +1,4 @@
-"""The runs of the golden files: ten steps of each method on a tiny model, and every number that they log.
-
-Nothing here depends on files of the machine: tokens are bytes, weights and rows are made from fixed seeds.
-"""
+"""The runs of the golden files: ten steps of each method on a tiny model, made from fixed seeds, and what they log."""
 
 from __future__ import annotations
 
@@ -26,17 +23,13 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 WORDS = ["the", "sum", "of", "two", "small", "numbers", "is", "one", "that", "a", "child", "can", "find"]
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
-COMMON = {"sequence_len": 160, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "torch_dtype": "float32",
-          "seed": 7}  # fmt: skip
+COMMON = {"sequence_len": 160, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "torch_dtype": "float32"}
 COMMON |= {"max_steps": 10, "eval_steps": 5, "logging_steps": 1, "learning_rate": 2.0e-3, "warmup_steps": 2}
-COMMON |= {"save_strategy": "no"}
+COMMON |= {"save_strategy": "no", "seed": 7}
 STRIDED_EBFT = {"mode": "strided", "stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3}
 STRIDED = {"rl": "ebft", "ebft": {**STRIDED_EBFT, "temperature": 0.6, "use_whitening": True, "ce_coef": 0.03}}
-STRUCTURED = {
-    "rl": "ebft",
-    "ebft": {"mode": "structured", "use_whitening": True, "gt_length_floor": 1},
-    "trl": {"num_generations": 4, "max_completion_length": 10, "temperature": 0.8},
-}
+STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured", "use_whitening": True, "gt_length_floor": 1},
+              "trl": {"num_generations": 4, "max_completion_length": 10, "temperature": 0.8}}  # fmt: skip
 
 
 def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -45,61 +38,29 @@ def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**base, **changes, **sections}
 
 
-# name -> (rows, transform, keys)
-RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+MEAN = {"embed_method": "mean_pooling"}
+PAIRED, PROMPTS = ("pairs", "ebft_strided_structured.transform"), ("pairs", "ebft_opencode.transform")
+GROUPED, REWARDS = {"advantage_estimator": "group_norm"}, ["tests.golden.runs.spaces_and_es", "feature_matching"]
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> (rows, transform, keys)
     "strided_lora": ("text", "ebft_pretrain.transform", changed(STRIDED, **LORA, ebft={"grad_norms_every": 5})),
-    "strided_full": (
-        "pairs",
-        "ebft_strided_structured.transform",
-        changed(STRIDED, ebft={"embed_method": "mean_pooling", "whitening_space": "feature", "temperature": 1.0}),
-    ),
-    "strided_packed": (
-        "pairs",
-        "ebft_strided_structured.transform",
-        changed(STRIDED, **LORA, sample_packing=True, micro_batch_size=2, ebft={"use_whitening": False}),
-    ),
-    "strided_accumulation": (
-        "chats",
-        "ebft_strided_chat.transform_last_turn",
-        changed(STRIDED, gradient_accumulation_steps=3, micro_batch_size=2, ebft={"advantage_estimator": "group_norm"}),
-    ),
-    "structured_single_turn": ("pairs", "ebft_opencode.transform", changed(STRUCTURED, **LORA)),
-    "structured_several_turns": (
-        "chats",
-        "ebft_chat_multiturn.transform",
-        changed(
-            STRUCTURED,
-            gradient_accumulation_steps=2,
-            ebft={"embed_method": "mean_pooling", "advantage_estimator": "group_norm"},
-        ),
-    ),
-    "structured_cross_entropy": (
-        "pairs",
-        "ebft_opencode.transform",
-        changed(STRUCTURED, **LORA, ebft={"ce_coef": 0.1, "use_whitening": False, "advantage_estimator": "grpo"}),
-    ),
-    "grpo": (
-        "pairs",
-        "ebft_opencode.transform",
-        {
-            "rl": "grpo",
-            **LORA,
-            "trl": {**STRUCTURED["trl"], "reward_funcs": ["tests.golden.runs.spaces_and_es", "feature_matching"]},
-        },
-    ),
+    "strided_full": (*PAIRED, changed(STRIDED, ebft={**MEAN, "whitening_space": "feature", "temperature": 1.0})),
+    "strided_packed": (*PAIRED, changed(STRIDED, **LORA, sample_packing=True, micro_batch_size=2,
+                                        ebft={"use_whitening": False})),
+    "strided_accumulation": ("chats", "ebft_strided_chat.transform_last_turn", changed(
+        STRIDED, gradient_accumulation_steps=3, micro_batch_size=2, ebft=GROUPED)),
+    "structured_single_turn": (*PROMPTS, changed(STRUCTURED, **LORA)),
+    "structured_several_turns": ("chats", "ebft_chat_multiturn.transform", changed(
+        STRUCTURED, gradient_accumulation_steps=2, ebft={**MEAN, **GROUPED})),
+    "structured_cross_entropy": (*PROMPTS, changed(STRUCTURED, **LORA, ebft={
+        "ce_coef": 0.1, "use_whitening": False, "advantage_estimator": "grpo"})),
+    "grpo": (*PROMPTS, {"rl": "grpo", **LORA, "trl": {**STRUCTURED["trl"], "reward_funcs": REWARDS}}),
     "sft": ("chats", "chat_template", {**LORA, "gradient_accumulation_steps": 2}),
     "dpo": ("comparisons", "chatml.icr", {"rl": "dpo", **LORA, "dpo_loss_type": ["sigmoid", "sft"]}),
-    "reward_model": (
-        "comparisons",
-        "bradley_terry.chat_template",
-        {**LORA, "reward_model": True, "center_rewards_coefficient": 0.01},
-    ),
-    "process_reward_model": (
-        "steps",
-        "stepwise_supervised",
-        {"process_reward_model": True, "gradient_accumulation_steps": 2},
-    ),
-}
+    "reward_model": ("comparisons", "bradley_terry.chat_template",
+                     {**LORA, "reward_model": True, "center_rewards_coefficient": 0.01}),
+    "process_reward_model": ("steps", "stepwise_supervised",
+                             {"process_reward_model": True, "gradient_accumulation_steps": 2}),
+}  # fmt: skip
 
 
 def spaces_and_es(completions: list[Any], **columns: Any) -> list[float]:

@@ -1,9 +1,6 @@
-"""Every number that a run logs is the one in its golden file: what a change of structure must not change.
-
-On the processor and with the libraries of the golden file all digits of all steps are compared. Elsewhere kernels add
-in another order. A difference in the last digits can then change a sampled token, after which all numbers differ, so
-only the entries of the first STEPS_ELSEWHERE steps are compared, within a tolerance.
-"""
+"""Every number that a run logs is the one in its golden file: what a change of structure must not change."""
+# On the processor and with the libraries of the golden file all digits are compared. Elsewhere kernels add in another
+# order, which can change a sampled token and all that follows: the first STEPS_ELSEWHERE steps within a tolerance.
 
 import json
 

@@ -4,11 +4,9 @@ TOOL = [7, 8, 9]  # token ids of the result of the tool
 
 
 class TwoReplies:
-    """An agent that samples a reply, adds the result of a tool, and samples another one.
+    """An agent that samples a reply, adds the result of a tool, and samples another one."""
 
-    It requests the model that NeMo Gym's config names, not the one of the request. `seen` are the adapter's folder
-    and the requested version of each run.
-    """
+    # It requests the model of NeMo Gym's config; `seen` are the adapter's folder and the requested version of each run.
 
     def __init__(self, vllm):
         self.vllm, self.seen, self.before = vllm, [], lambda body: None

@@ -1,7 +1,6 @@
-import json
-
 import pytest
 
+from tests.data.conftest import write_jsonl as write_rows  # noqa: F401 - a fixture
 from tests.nemo_gym import servers
 
 
@@ -19,13 +18,3 @@ def client(gym):
     made = GymClient(gym.head.port, timeout=5.0)
     yield made
     made.close()
-
-
-@pytest.fixture
-def write_rows(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write

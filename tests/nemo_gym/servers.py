@@ -1,7 +1,4 @@
-"""Small servers that speak the protocol of NeMo Gym on loopback: a head server, resources servers, agent servers.
-
-They follow its source; NeMo Gym itself does not run in these tests.
-"""
+"""Small servers that speak the protocol of NeMo Gym, after its source: a head, resources servers, agent servers."""
 
 import json
 import sys
@@ -14,10 +11,7 @@ import yaml
 
 
 class Endpoint:
-    """A server whose responses are given by `answer(path, body) -> value`, or `(status, value)`; None hangs up.
-
-    `requests` are the bodies received, in order. `stop` closes the port.
-    """
+    """Responses are `answer(path, body) -> value`, or `(status, value)`; None hangs up. `requests` are the bodies."""
 
     def __init__(self, answer):
         self.answer, self.requests, self._lock = answer, [], threading.Lock()

@@ -1,7 +1,4 @@
-"""A server with the parts of vLLM's HTTP interface that training uses, over a tiny model of transformers on a CPU.
-
-tests/nemo_gym/test_vllm.py runs the same with the real vLLM.
-"""
+"""The parts of vLLM's HTTP interface that training uses, over a tiny model on a CPU; test_vllm.py runs the real one."""
 
 import threading
 

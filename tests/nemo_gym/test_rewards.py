@@ -46,15 +46,11 @@ def test_a_failed_request_gives_no_reward_and_a_warning(gym, client):
     assert metrics == {rewards.FAILED: 0.5}
 
 
-def test_a_response_without_a_reward(gym, client):
-    gym.resources("math", lambda body: {"reward": None})
+def test_responses_without_a_reward_are_errors_unless_their_sample_could_not_be_measured(gym, client):
+    gym.resources("math", lambda body: {"reward": None, "mask_sample": text_in(body) == "masked"})
+    assert call(client, ["masked"]) == [None]
     with pytest.raises(RolloutError, match="math at .*/verify has no finite number as `reward`"):
         call(client, ["a"])
-
-
-def test_a_sample_that_could_not_be_measured_has_no_reward_and_rewards_of_agents_are_passed_on(gym, client):
-    gym.resources("math", lambda body: {"reward": None, "mask_sample": True})
-    assert call(client, ["a"]) == [None]
     assert rewards.EnvironmentReward()(prompts=[], completions=[], rollout_reward=[0.5, None]) == [0.5, None]
 
 
@@ -94,12 +90,9 @@ def run(gym, client, answers, rows=None):
 
 
 def test_tokens_between_replies_are_given(gym, client):
-    output = [
-        {"type": "reasoning", "id": "r", "summary": []},  # ends with the next item
-        item([1, 2, 3], [10, 11], [-0.1, -0.2], kind="function_call"),
-        tool(),
-        item([1, 2, 3, 10, 11, 4, 5, 6], [12], [-0.3]),
-    ]
+    output = [{"type": "reasoning", "id": "r", "summary": []}]  # ends with the next item
+    output += [item([1, 2, 3], [10, 11], [-0.1, -0.2], kind="function_call"), tool()]
+    output += [item([1, 2, 3, 10, 11, 4, 5, 6], [12], [-0.3])]
     [rollout], server = run(gym, client, [(output, 0.75)])
     assert (rollout.prompt_ids, rollout.ids) == ([1, 2, 3], [10, 11, 4, 5, 6, 12])
     assert rollout.generated == [1, 1, 0, 0, 0, 1]

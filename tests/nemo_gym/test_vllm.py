@@ -12,10 +12,7 @@ from tests.nemo_gym.agents import TwoReplies
 from tests.nemo_gym.servers import row
 from tests.structured.test_vllm import AGREE, PYTHON, base, port, write_config  # noqa: F401 - fixtures
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter")]
 
 
 class VLLM:

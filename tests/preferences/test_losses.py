@@ -1,7 +1,4 @@
-"""The losses and their metrics against formulas written out here, with one forward pass for each sequence.
-
-lp(x) is the sum of the log-probabilities of a completion's tokens after its prompt, n(x) their number.
-"""
+"""Losses and metrics against formulas written out here, with one forward pass for each sequence."""
 
 import math
 import warnings

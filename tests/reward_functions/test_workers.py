@@ -131,13 +131,9 @@ def test_programs_end_with_the_process_that_started_them(tmp_path, exit_code):
 
 
 def test_processes_end_with_a_killed_owner(tmp_path):
-    code = (
-        "from ebft.reward_functions.calls import RewardWorkers\n"
-        "from tests.reward_functions import functions\n"
-        "if __name__ == '__main__':\n"
-        f"    RewardWorkers(1, None, lambda: 1).parallel(functions.waits)(prompts=[{str(tmp_path / 'id')!r}])\n"
-    )
-    (tmp_path / "owner.py").write_text(code)
+    code = "from ebft.reward_functions.calls import RewardWorkers\nfrom tests.reward_functions import functions\n"
+    code += "if __name__ == '__main__':\n    RewardWorkers(1, None, lambda: 1).parallel(functions.waits)"
+    (tmp_path / "owner.py").write_text(f"{code}(prompts=[{str(tmp_path / 'id')!r}])\n")
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root / "src"), str(root)])
     owner = subprocess.Popen([sys.executable, tmp_path / "owner.py"], env={**os.environ, "PYTHONPATH": path})

@@ -16,11 +16,7 @@ def head(model, ids: list[int]) -> torch.Tensor:
 
 
 def naive(kind, model, rows, centring=0.0) -> tuple[torch.Tensor, list[bool]]:
-    """The loss, and which pairs or steps are right.
-
-    The mean over pairs of -log(1 / (1 + exp(rejected - chosen + margin))), and of the squared sum of the scores; the
-    mean over steps of the cross-entropy of their classes, from rows that are cut after the step.
-    """
+    """The loss, and which pairs or steps are right, from rows that are cut after each step."""
     losses, right = [], []
     for row in rows:
         if kind == "outcome":

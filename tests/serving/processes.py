@@ -28,11 +28,5 @@ def pids_in(path):
 
 def alive(pids):
     """Those of `pids` that run; a dead one that nobody has asked about yet does not."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and _status(pid) not in (None, psutil.STATUS_ZOMBIE)]
-
-
-def _status(pid):
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return None
+    found = [process for process in psutil.process_iter(["status"]) if process.pid in pids]
+    return [process.pid for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]

@@ -1,7 +1,4 @@
-"""A program with the processes of a server and nothing else: for tests of starting, watching and ending processes.
-
-It writes the ids of itself and of a child to a file, answers /health on a port, and misbehaves as it is told.
-"""
+"""A program with the processes of a server: it writes the ids of itself and a child, answers /health, or misbehaves."""
 
 import argparse
 import http.server

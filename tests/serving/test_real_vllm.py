@@ -9,10 +9,7 @@ import pytest
 from ebft.serving.command import RANKS, server_command
 
 PYTHON = os.environ.get("EBFT_VLLM_PYTHON")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter")]
 
 
 def test_it_knows_every_flag_and_rank(make_config):

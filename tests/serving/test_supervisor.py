@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.serving.conftest import STAND_IN
 from tests.serving.processes import alive, eventually, pids_in
 
-STAND_IN = Path(__file__).with_name("stand_in.py")
 # The stand-in that ignores SIGTERM would take ten seconds with the supervisor's own patience.
 IMPATIENT = (
     "import sys; from ebft.serving import supervisor; supervisor.GRACE = 0.5; sys.exit(supervisor.main(sys.argv[1:]))"

@@ -44,10 +44,6 @@ def cell(group: str, seed: int, weights: tuple[float, ...] = (1.0, 3.0), **sums:
     return {"cell": place, "sums": sums, "weights": of_each(list(weights)), "files": of_each(files)}
 
 
-def study_in(folder: Path, is_tiny: bool = False) -> Study:
-    return Study(folder, folder / "results", "base", is_tiny)
-
-
 def test_every_run_has_a_valid_config_and_what_it_needs(tmp_path):
     """Runs on translations with stored results; SFT beside EBFT with every seed; a step has sixteen documents."""
     names = [cell.name for cell in CELLS]

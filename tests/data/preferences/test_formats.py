@@ -51,9 +51,8 @@ def converted(tmp_path):
 @pytest.mark.parametrize(("method", "name", "row"), ROWS)
 def test_formats_of_texts(converted, style, method, name, row):
     prompt, end, system = STYLES[style]
-    replies = (
-        {"chosen": f"4{end}", "rejected": f"5{end}"} if method == "dpo" else {"completion": f"4{end}", "label": True}
-    )
+    pair = {"chosen": f"4{end}", "rejected": f"5{end}"}
+    replies = pair if method == "dpo" else {"completion": f"4{end}", "label": True}
     assert converted(row, method, type=f"{style}.{name}") == {"prompt": prompt, **replies}
     if name == "intel":
         assert converted({"system": "Be {brief}.", **row}, method, type=f"{style}.{name}")["prompt"] == system + prompt
@@ -89,11 +88,8 @@ def test_columns_that_are_named(converted):
     assert converted(row, "kto", type="passthrough") == {"prompt": "a", "completion": "d", "label": 0}
     row = {"q": "2 + 2?", "sys": "Be {brief}.", "good": "4 {prompt}", "bad": "", "is_good": True}
     fields = {"field_prompt": "q", "field_system": "sys", "field_chosen": "good", "field_rejected": "bad"}
-    formats = {
-        "prompt_format": "{system} Q: {prompt} A:",
-        "chosen_format": "{chosen}!",
-        "rejected_format": "{rejected}!",
-    }
+    formats = {"prompt_format": "{system} Q: {prompt} A:"}
+    formats |= {"chosen_format": "{chosen}!", "rejected_format": "{rejected}!"}
     expected = {"prompt": "Be {brief}. Q: 2 + 2? A:", "chosen": "4 {prompt}!", "rejected": ""}
     assert converted(row, type=fields | formats) == expected
     fields = {"field_prompt": "q", "field_completion": "good", "field_label": "is_good"}
@@ -101,15 +97,12 @@ def test_columns_that_are_named(converted):
     assert converted(row, "kto", type=fields | {"completion_format": "<{completion}>"}) == expected
 
 
-@pytest.mark.parametrize(
-    ("type", "row", "message"),
-    [
-        ("chatml.intel", {"prompt": "a", **TEXTS}, "no column with the prompt: expected question, but"),
-        ("chat_template.default", {"messages": [ASKED], "chosen": [ASKED, RIGHT, ASKED], "rejected": WRONG},
-         "column 'chosen' ends with a message of the role 'user'"),
-        ("chat_template.argilla", {**CHATS, "rejected": [user("?"), WRONG]}, "different messages before their last"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("type", "row", "message"), [
+    ("chatml.intel", {"prompt": "a", **TEXTS}, "no column with the prompt: expected question, but"),
+    ("chat_template.default", {"messages": [ASKED], "chosen": [ASKED, RIGHT, ASKED], "rejected": WRONG},
+     "column 'chosen' ends with a message of the role 'user'"),
+    ("chat_template.argilla", {**CHATS, "rejected": [user("?"), WRONG]}, "different messages before their last"),
+])  # fmt: skip
 def test_rows_of_another_shape(converted, type, row, message):
     with pytest.raises(DataError, match=message):
         converted(row, type=type)

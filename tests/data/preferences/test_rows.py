@@ -40,18 +40,15 @@ COUNTS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("row", "type", "template", "expected"),
-    [
-        (PAIR, "passthrough", None, ("Hi", "Yes<|endoftext|>", "No!<|endoftext|>")),
-        ({**PAIR, "chosen": "Yes<|endoftext|>"}, "passthrough", None, ("Hi", "Yes<|endoftext|>", "No!<|endoftext|>")),
-        (CHAT, "passthrough", None, (START, "Yes<|im_end|>\n", "No!<|im_end|>\n")),
-        (QUESTION, "chatml.intel", None, (START, "Yes<|im_end|><|endoftext|>", "No!<|im_end|><|endoftext|>")),
-        # Templates that render the prompt differently before a completion.
-        *((CHAT, "passthrough", COUNTS.replace("OPENED", opened),
-           ("2<|im_start|>Hi<|im_start|>", "Yes<|im_end|>", "No!<|im_end|>")) for opened in ("<think>", "")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "type", "template", "expected"), [
+    (PAIR, "passthrough", None, ("Hi", "Yes<|endoftext|>", "No!<|endoftext|>")),
+    ({**PAIR, "chosen": "Yes<|endoftext|>"}, "passthrough", None, ("Hi", "Yes<|endoftext|>", "No!<|endoftext|>")),
+    (CHAT, "passthrough", None, (START, "Yes<|im_end|>\n", "No!<|im_end|>\n")),
+    (QUESTION, "chatml.intel", None, (START, "Yes<|im_end|><|endoftext|>", "No!<|im_end|><|endoftext|>")),
+    # Templates that render the prompt differently before a completion.
+    *((CHAT, "passthrough", COUNTS.replace("OPENED", opened),
+       ("2<|im_start|>Hi<|im_start|>", "Yes<|im_end|>", "No!<|im_end|>")) for opened in ("<think>", "")),
+])  # fmt: skip
 def test_the_ids_of_a_pair(load, row, type, template, expected):
     tokenizer = with_template(template) if template else make_chat_tokenizer()
     (found,) = load([row], type=type, tokenizer=tokenizer).train
@@ -73,15 +70,12 @@ def test_unusable_rows_are_dropped_and_counted(load):
 LONGER = {**CHAT, "rejected": [*CHAT["rejected"], *CHAT["prompt"], *CHAT["rejected"]]}
 
 
-@pytest.mark.parametrize(
-    ("row", "method", "template", "message"),
-    [
-        ({"prompt": "Hi", "completion": "a", "label": "yes"}, "kto", None,
-         "rows.jsonl, train: transform 'passthrough', row 0: label must be true .* or false, got 'yes'"),
-        (LONGER, "dpo", COUNTS.replace("{% else %}<|im_end|>", ""),
-         "renders the messages before the completions differently before each of them"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "method", "template", "message"), [
+    ({"prompt": "Hi", "completion": "a", "label": "yes"}, "kto", None,
+     "rows.jsonl, train: transform 'passthrough', row 0: label must be true .* or false, got 'yes'"),
+    (LONGER, "dpo", COUNTS.replace("{% else %}<|im_end|>", ""),
+     "renders the messages before the completions differently before each of them"),
+])  # fmt: skip
 def test_rows_that_cannot_be_used(load, row, method, template, message):
     with pytest.raises(DataError, match=message):
         load([row], method, tokenizer=with_template(template) if template else None)

@@ -1,8 +1,6 @@
-"""What a chat is in tokens: chat templates, tokenizers, kinds of conversations, and the expected ids and labels.
-
-Nothing here uses the package: a conversation is rendered at once with `apply_chat_template`, and the assistant's part
-is what TRL's training template marks or, without one, what rendering the first messages says.
-"""
+"""What a chat is in tokens: templates, tokenizers, kinds of conversations, the expected ids and labels."""
+# Nothing here uses the package: a conversation is rendered at once with `apply_chat_template`, and the assistant's part
+# is what TRL's training template marks or, without one, what rendering the first messages says.
 
 import json
 import re
@@ -156,10 +154,9 @@ _THOUGHT, _ANSWER = "Let me count on fingers.", "It makes seven."
 _GUESSED = [_user("Count."), _reply(_ANSWER, reasoning_content="First a guess."), _user("Again.")]
 _IN_PARTS = [
     [{"type": "text", "text": "Name "}, "a", {"text": " colour.", "image": None}],
-    [{"type": "output_text", "text": "Turquoise."}],
-    [{"type": "input_text", "text": "Another?"}],
+    [{"type": "output_text", "text": "Turquoise."}], [{"type": "input_text", "text": "Another?"}],
     [{"type": "text", "text": "Magenta."}],
-]
+]  # fmt: skip
 
 KINDS = {
     "plain": Chat(_COLOUR),
@@ -220,10 +217,7 @@ def strings(value):
 
 
 def written(chat):
-    """Texts of the messages that must be in the tokens: contents, thinking, names and arguments of calls, results.
-
-    Templates leave out the thinking of turns before the last question, which the model does not see in sampling either.
-    """
+    """Texts that must be in the tokens: contents, thinking after the last question, names and arguments of calls."""
     found, asked = [], max(number for number, message in enumerate(chat.messages) if message["role"] == "user")
     for number, message in enumerate(chat.messages):
         content = message.get("content") or ""
@@ -327,29 +321,20 @@ def _in_parts(message):
 
 
 class Rendering(NamedTuple):
-    """A conversation that a template renders with nothing missing: its text, its ids and where replies are.
-
-    `replies` has for each assistant message (start, stop) in ids: after the generation prompt, as far as it is written
-    there, to the end of its turn. `unended` are the ids without the end that only TRL's training template writes (GLM).
-    """
+    """A conversation that a template renders with nothing missing."""
 
     text: str
     ids: list[int]
-    replies: list[tuple[int, int]]
-    unended: list[int]
+    replies: list[tuple[int, int]]  # of each assistant message, after what the generation prompt has of it
+    unended: list[int]  # the ids without the end that only TRL's training template writes (GLM)
 
 
 class Expectation(NamedTuple):
-    """What is right for a conversation.
+    """What is right for a conversation."""
 
-    `renderings` are the ones that a row may have, and `lost` is what the template leaves out of the conversation as
-    given (an error is then right as well). If `leaves_out_tools`, a warning must say that descriptions of tools are
-    not in the tokens.
-    """
-
-    renderings: list[Rendering]
-    lost: list[str]
-    leaves_out_tools: bool
+    renderings: list[Rendering]  # those that a row may have
+    lost: list[str]  # what the template leaves out of the conversation as given: an error is then right as well
+    leaves_out_tools: bool  # a warning must say that descriptions of tools are not in the tokens
 
 
 @cache
@@ -358,10 +343,7 @@ def expectation(name: str, kind: str) -> Expectation:
 
 
 def expected(name, chat) -> Expectation:
-    """What is right for a conversation: its rendering, or that of an equivalent one if the template loses parts.
-
-    A content that is a list of parts with text is their text, whatever the template makes of lists.
-    """
+    """Its rendering, or that of an equivalent conversation if the template loses parts. Parts of texts are joined."""
     chat = changed(chat, _joined)
     found, first_lost, without_tools = [], None, []
     for number, variant in enumerate(variants(chat)):
@@ -436,11 +418,7 @@ def ranges(flags):
 
 
 def _prefix_spans(name, chat, text, ids, turns):
-    """The ranges from the end of the generation prompt to the end of the turn, by rendering the first messages.
-
-    Where the rendering of the first messages is not the beginning of the whole (a template that writes the last reply
-    in another way), the turn ends with the end token and white space after the place of its content.
-    """
+    """The ranges from the end of the generation prompt to the end of the turn, by rendering the first messages."""
     spans, end = [], _family(name)[2]
     for index in turns:
         start = common(ids_of(name, _asked(name, chat, index)), ids)
@@ -450,7 +428,7 @@ def _prefix_spans(name, chat, text, ids, turns):
             up_to = "\0"  # in no text
         if text.startswith(up_to):
             stop = len(up_to)
-        else:
+        else:  # a template that writes the last reply in another way: up to the end token after the content
             begin = len(tokenizer_of(name).decode(ids[:start]))
             # Without an end token, a turn ends where the next one begins.
             next_end = re.compile(f"{re.escape(end)}\\s*" if end else r"(?=<\|(?:user|observation)\|>)")

@@ -16,17 +16,13 @@ from tests.data.rendering.expected import Chat, ranges, tokenizer_of
 
 
 class Found(NamedTuple):
-    """One text of a row: its ids, and the ranges of them that are trained on or compared.
-
-    `all_turns` if every reply is to be, not only the last; `is_sampled` if the model samples other replies, which
-    `is_reference` compares without their end.
-    """
+    """One text of a row: its ids, and the ranges of them that are trained on or compared."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
-    all_turns: bool = False
-    is_sampled: bool = False
-    is_reference: bool = False
+    all_turns: bool = False  # every reply is trained on or compared, not only the last
+    is_sampled: bool = False  # the model samples other replies
+    is_reference: bool = False  # replies are compared without their end
 
 
 STRUCTURED = {"rl": "ebft"}

@@ -29,10 +29,8 @@ MEANT = (
 
 
 def meant(method, name, kind, outcome):
-    return any(
-        what == outcome and (methods == "*" or method in methods.split()) and fnmatch(name, names) and fnmatch(kind, of)
-        for methods, names, of, what, _ in MEANT
-    )
+    found = [case for case in MEANT if case[3] == outcome and (case[0] == "*" or method in case[0].split())]
+    return any(fnmatch(name, names) and fnmatch(kind, kinds) for _, names, kinds, *_ in found)
 
 
 def outcome(method, name, chat):
@@ -119,10 +117,8 @@ def ends_of_content(name, ids, span):
 
 
 def wanted_spans(name, chat, found, rendering):
-    """The ranges of the replies that a method trains on, and others that are right; references have no end of turn.
-
-    Turns that only call tools are trained on, but need not be where replies are sampled and compared.
-    """
+    """The ranges of the replies that a method trains on, and others that are right; references have no end of turn."""
+    # Turns that only call tools are trained on, but need not be where replies are sampled and compared.
     replies = [message for message in chat.messages if message["role"] == "assistant"]
     says = [bool(str(reply.get("content") or "").strip()) for reply in replies]  # nothing said is not learned
     calls = [bool(reply.get("tool_calls")) for reply in replies]
@@ -147,12 +143,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not
 @pytest.mark.first(6)
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_rows(name):
-    found = [
-        f"{method}, {kind}: {line}"
-        for method in SETTINGS
-        for kind in (OF_PAIRS if method == "opencode" else KINDS)
-        for line in faults(method, name, kind)
-    ]
+    kinds = [(method, kind) for method in SETTINGS for kind in (OF_PAIRS if method == "opencode" else KINDS)]
+    found = [f"{method}, {kind}: {line}" for method, kind in kinds for line in faults(method, name, kind)]
     assert not found, "\n".join(["", *found])
 
 

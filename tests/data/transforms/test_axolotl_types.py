@@ -30,19 +30,17 @@ ADD = {"instruction": "Add.", "output": "3"}
 ASKED = {"question": "1+2?", "answer": "3"}
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [({"input": "1 2"}, WITH_INPUT), ({"input": ""}, ALPACA), ({"input": None}, ALPACA), ({}, ALPACA)],
-)
+@pytest.mark.parametrize(("row", "prompt"), [
+    ({"input": "1 2"}, WITH_INPUT), ({"input": ""}, ALPACA), ({"input": None}, ALPACA), ({}, ALPACA),
+])  # fmt: skip
 def test_alpaca(texts, row, prompt):
     assert texts("alpaca", {**ADD, **row}) == (prompt, "3<|end|>")
 
 
 @pytest.mark.parametrize("type", ["alpaca_chat", "alpaca_chat.load_qa"])
-@pytest.mark.parametrize(
-    ("row", "question"),
-    [(ASKED, "1+2?"), ({**ADD, "input": "1 2"}, "Add.\n\n1 2"), ({**ADD, "input": ""}, "Add.")],
-)
+@pytest.mark.parametrize(("row", "question"), [
+    (ASKED, "1+2?"), ({**ADD, "input": "1 2"}, "Add.\n\n1 2"), ({**ADD, "input": ""}, "Add."),
+])  # fmt: skip
 def test_alpaca_chat(texts, type, row, question):
     prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     assert texts(type, row, chat=True) == (prompt, "3<|im_end|>\n")
@@ -50,24 +48,18 @@ def test_alpaca_chat(texts, type, row, question):
     assert texts(type, row, {"system_prompt": "Be exact."}, chat=True)[0] == system + prompt
 
 
-@pytest.mark.parametrize(
-    ("keys", "row", "prompt"),
-    [
-        ({}, {**ADD, "input": "1 2"}, "Add.\n\n1 2"),
-        (
-            {"field_instruction": "t.en", "field_input": "t.i", "field_output": "t.de.x"},
-            {"t": {"en": "Add.", "de": {"x": "3"}}},
-            "Add.",
-        ),
-        ({"field_instruction": "t.en", "field_output": "a"}, {"t.en": "Add.", "t": {"en": "no"}, "a": "3"}, "Add."),
-        ({"format": "[{instruction}|{input}]"}, {**ADD, "input": "1 2"}, "[Add.|1 2]"),
-        ({"format": "{input}", "no_input_format": "<{instruction}>"}, ADD, "<Add.>"),
-        ({"format": "{{}} {instruction}", "field_input": "none"}, {"instruction": "{x}", "output": "3"}, "{} {x}"),
-        ({"system_prompt": "Be exact. "}, ADD, "Be exact. Add."),
-        ({"system_prompt": "Be kind. "}, {**ADD, "system": "Go. "}, "Go. Add."),
-        ({"field_system": "s", "system_format": "<{system}>"}, {**ADD, "s": "A"}, "<A>Add."),
-    ],
-)
+@pytest.mark.parametrize(("keys", "row", "prompt"), [
+    ({}, {**ADD, "input": "1 2"}, "Add.\n\n1 2"),
+    ({"field_instruction": "t.en", "field_input": "t.i", "field_output": "t.de.x"},
+     {"t": {"en": "Add.", "de": {"x": "3"}}}, "Add."),
+    ({"field_instruction": "t.en", "field_output": "a"}, {"t.en": "Add.", "t": {"en": "no"}, "a": "3"}, "Add."),
+    ({"format": "[{instruction}|{input}]"}, {**ADD, "input": "1 2"}, "[Add.|1 2]"),
+    ({"format": "{input}", "no_input_format": "<{instruction}>"}, ADD, "<Add.>"),
+    ({"format": "{{}} {instruction}", "field_input": "none"}, {"instruction": "{x}", "output": "3"}, "{} {x}"),
+    ({"system_prompt": "Be exact. "}, ADD, "Be exact. Add."),
+    ({"system_prompt": "Be kind. "}, {**ADD, "system": "Go. "}, "Go. Add."),
+    ({"field_system": "s", "system_format": "<{system}>"}, {**ADD, "s": "A"}, "<A>Add."),
+])  # fmt: skip
 def test_a_format_of_the_config(texts, keys, row, prompt):
     for type, entry in ((keys, {}), ("user_defined", {"user_defined": keys})):
         assert texts(type, row, entry) == (f"<|begin|>{prompt}", "3<|end|>")

@@ -32,30 +32,24 @@ def test_texts(run, tokenizer):
 QUESTION = {"question": "x = 1\n", "answer": "y = 2"}
 
 
-@pytest.mark.parametrize(
-    ("row", "field", "text"),
-    [
-        ({"content": "z = 3"}, None, "z = 3"),
-        ({"code": "z = 3"}, "code", "z = 3"),
-        (QUESTION, None, "x = 1\ny = 2"),
-        ({"prompt": "x = 1\n", "answer": "y = 2"}, None, "x = 1\ny = 2"),
-        (QUESTION, "question", "x = 1\n"),
-        ({**QUESTION, "text": "z = 3"}, None, "z = 3"),
-    ],
-)
+@pytest.mark.parametrize(("row", "field", "text"), [
+    ({"content": "z = 3"}, None, "z = 3"),
+    ({"code": "z = 3"}, "code", "z = 3"),
+    (QUESTION, None, "x = 1\ny = 2"),
+    ({"prompt": "x = 1\n", "answer": "y = 2"}, None, "x = 1\ny = 2"),
+    (QUESTION, "question", "x = 1\n"),
+    ({**QUESTION, "text": "z = 3"}, None, "z = 3"),
+])  # fmt: skip
 def test_columns_of_texts(run, tokenizer, row, field, text):
     assert run(PRETRAIN, row, field=field)["input_ids"] == [tokenizer(text)["input_ids"]]
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        ({"input": "Say hel", "output": "lo"}, "Say hel"),
-        ({"prompt": "Say hel", "completion": "lo"}, "Say hel"),
-        ({"instruction": "Say hel", "input": "", "output": "lo"}, "Say hel"),
-        ({"instruction": "Add.", "input": "1 2", "output": "lo"}, "Add.\n\n1 2"),
-    ],
-)
+@pytest.mark.parametrize(("row", "prompt"), [
+    ({"input": "Say hel", "output": "lo"}, "Say hel"),
+    ({"prompt": "Say hel", "completion": "lo"}, "Say hel"),
+    ({"instruction": "Say hel", "input": "", "output": "lo"}, "Say hel"),
+    ({"instruction": "Add.", "input": "1 2", "output": "lo"}, "Add.\n\n1 2"),
+])  # fmt: skip
 def test_the_boundary_of_pairs_is_exact(run, tokenizer, row, prompt):
     out, prompt = run(PAIRS, row), tokenizer(prompt)["input_ids"]
     completion = tokenizer("lo", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
@@ -64,14 +58,11 @@ def test_the_boundary_of_pairs_is_exact(run, tokenizer, row, prompt):
 
 
 @pytest.mark.filterwarnings("ignore:train_on_inputs")
-@pytest.mark.parametrize(
-    ("type", "rows"),
-    [
-        (PAIRS, [{"input": "Say hel", "output": "lo"}, {"prompt": "Say hel", "completion": "lo"}]),
-        (PRETRAIN, [{"text": "Say hello"}, {"content": "Say hello"}, {"question": "Say hel", "answer": "lo"}]),
-        (CHATS, [{"messages": [user("Hi"), assistant("Yo")]}, {"prompt": [user("Hi")], "ground_truth": "Yo"}]),
-    ],
-)
+@pytest.mark.parametrize(("type", "rows"), [
+    (PAIRS, [{"input": "Say hel", "output": "lo"}, {"prompt": "Say hel", "completion": "lo"}]),
+    (PRETRAIN, [{"text": "Say hello"}, {"content": "Say hello"}, {"question": "Say hel", "answer": "lo"}]),
+    (CHATS, [{"messages": [user("Hi"), assistant("Yo")]}, {"prompt": [user("Hi")], "ground_truth": "Yo"}]),
+])  # fmt: skip
 def test_rows_of_different_shapes_in_one_source(run, type, rows):
     columns = {name: None for row in rows for name in row}
     alone = [run(type, row, template=CHATML)["input_ids"][0] for row in rows]

@@ -34,33 +34,30 @@ def run(make_config, chatml):
     return run
 
 
-@pytest.mark.parametrize(
-    ("type", "row", "prompt", "truth", "rest"),
-    [
-        ("ebft_opencode.transform", {"input": "Add 1 2", "output": "3", "id": 7}, [user("Add 1 2")], "3", None),
-        (MULTITURN, GREETED, GREETED[:3], "Hello", GREETED[4:6]),
-        (MULTITURN, CALLED, [CALLED[0], {"role": "assistant", "tool_calls": WHOLE}, CALLED[2]], "4.", []),
-        (MULTITURN, {"prompt": GREETED[2:5], "ground_truth": "4"}, [HI, TOLD, GREETED[4]], "4", []),
-        (MULTITURN, {"prompt": [HI], "ground_truth": '[{"sum": 4}]'}, [HI], '[{"sum": 4}]', []),
-        (MULTITURN, {"prompt": [HI], "completion": '[{"role": "assistant", "content": "4"}]'}, [HI], "4", []),
-        (f"{MULTITURN}_all_turns", {"prompt": GREETED[2:3], "completion": GREETED[3:]}, [[HI], GREETED[2:5]],
-         ["Hello", "4"], None),
-        (f"{MULTITURN}_last_turn", GREETED, GREETED[:5], "4", None),
-        (f"{MULTITURN}_last_turn", PARTS, [HI], "Hello you", None),
-        (f"{MULTITURN}_all_turns", GREETED, [GREETED[:3], GREETED[:5]], ["Hello", "4"], None),
-        (f"{MULTITURN}_all_turns", [HI], [[HI]], [None], None),
-        *((function, chat, chat or [], None, rest)
-          for function, rest in ((MULTITURN, []), (f"{MULTITURN}_last_turn", None))
-          for chat in ([HI], [assistant("Welcome.")], [SYSTEM, assistant("Welcome.")], [], None)),
-        (REASONING, [*PROMPT, assistant(THOUGHT), user("Thanks")], PROMPT, THOUGHT, None),
-        (REASONING, [*PROMPT, THINKS], PROMPT, JOINED, None),
-        (REASONING, [*PROMPT, assistant(THOUGHT, reasoning_content="two")], PROMPT, THOUGHT, None),
-        (f"{REASONING}_answer_only", [*PROMPT, assistant(THOUGHT), user("Thanks")], PROMPT, "4", None),
-        (f"{REASONING}_split_thinking", [*PROMPT, assistant(THOUGHT)], APART, JOINED, None),
-        (f"{REASONING}_split_thinking", [*PROMPT, assistant("two and two</think>4")], APART, JOINED, None),
-        (f"{REASONING}_split_thinking", TAGGED, TAGGED[:3], "So.", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("type", "row", "prompt", "truth", "rest"), [
+    ("ebft_opencode.transform", {"input": "Add 1 2", "output": "3", "id": 7}, [user("Add 1 2")], "3", None),
+    (MULTITURN, GREETED, GREETED[:3], "Hello", GREETED[4:6]),
+    (MULTITURN, CALLED, [CALLED[0], {"role": "assistant", "tool_calls": WHOLE}, CALLED[2]], "4.", []),
+    (MULTITURN, {"prompt": GREETED[2:5], "ground_truth": "4"}, [HI, TOLD, GREETED[4]], "4", []),
+    (MULTITURN, {"prompt": [HI], "ground_truth": '[{"sum": 4}]'}, [HI], '[{"sum": 4}]', []),
+    (MULTITURN, {"prompt": [HI], "completion": '[{"role": "assistant", "content": "4"}]'}, [HI], "4", []),
+    (f"{MULTITURN}_all_turns", {"prompt": GREETED[2:3], "completion": GREETED[3:]}, [[HI], GREETED[2:5]],
+     ["Hello", "4"], None),
+    (f"{MULTITURN}_last_turn", GREETED, GREETED[:5], "4", None),
+    (f"{MULTITURN}_last_turn", PARTS, [HI], "Hello you", None),
+    (f"{MULTITURN}_all_turns", GREETED, [GREETED[:3], GREETED[:5]], ["Hello", "4"], None),
+    (f"{MULTITURN}_all_turns", [HI], [[HI]], [None], None),
+    *((function, chat, chat or [], None, rest)
+      for function, rest in ((MULTITURN, []), (f"{MULTITURN}_last_turn", None))
+      for chat in ([HI], [assistant("Welcome.")], [SYSTEM, assistant("Welcome.")], [], None)),
+    (REASONING, [*PROMPT, assistant(THOUGHT), user("Thanks")], PROMPT, THOUGHT, None),
+    (REASONING, [*PROMPT, THINKS], PROMPT, JOINED, None),
+    (REASONING, [*PROMPT, assistant(THOUGHT, reasoning_content="two")], PROMPT, THOUGHT, None),
+    (f"{REASONING}_answer_only", [*PROMPT, assistant(THOUGHT), user("Thanks")], PROMPT, "4", None),
+    (f"{REASONING}_split_thinking", [*PROMPT, assistant(THOUGHT)], APART, JOINED, None),
+    (f"{REASONING}_split_thinking", [*PROMPT, assistant("two and two</think>4")], APART, JOINED, None),
+    (f"{REASONING}_split_thinking", TAGGED, TAGGED[:3], "So.", None),
+])  # fmt: skip
 def test_rows(run, type, row, prompt, truth, rest):
     found = run(type, row if isinstance(row, dict) else {"messages": row, "id": 3})
     expected = {"prompt": prompt, "ground_truth": truth}

@@ -48,10 +48,8 @@ def test_an_end_in_the_prompt_is_kept(some_tokenizer, prompt, ends):
     assert continued_ids(some_tokenizer, prompt) == expected == Renderer(some_tokenizer).prompt_ids(prompt)
     assert preference(some_tokenizer, prompt)[0] == expected
     formatted = {"format": "{instruction}" + "<|end|>" * ends}
-    for type, asked, entry in (
-        ("ebft_strided_structured.transform", prompt, {}),
-        ("user_defined", text, {"user_defined": formatted}),
-    ):
+    given = {"user_defined": formatted}
+    for type, asked, entry in (("ebft_strided_structured.transform", prompt, {}), ("user_defined", text, given)):
         ids, length = ids_of(some_tokenizer, type, {"instruction": asked, "output": "y"}, **entry)
         assert ids[:length] == expected
 

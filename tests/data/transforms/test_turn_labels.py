@@ -33,10 +33,7 @@ def tokenizer():
 
 @pytest.fixture
 def trained(tokenizer):
-    """`trained(messages, entry={...})`: the words of a row; PROMPT is a word for several.
-
-    Those trained on are in brackets, turns, where the anchors of strided mode can be, in parentheses.
-    """
+    """`trained(messages, entry={...})`: the words of a row, those trained on in brackets and turns in parentheses."""
 
     def run(messages, entry=None, type="chat_template", **keys):
         row = messages if isinstance(messages, dict) else {"messages": messages}
@@ -71,33 +68,30 @@ OF_BOTH = (
 OF_HI = f"system Be brief END user ( [Hi] [END] ) assistant Hello END {BYE} {GOODBYE}"
 
 
-@pytest.mark.parametrize(
-    ("messages", "entry", "keys", "expected"),
-    [
-        (CHAT, {}, {}, USUAL),
-        ([*CHAT, EMPTY], {}, {}, USUAL),
-        ({"prompt": CHAT[:4], "completion": CHAT[4:5]}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
-        ({"prompt": CHAT[:2], "completion": CHAT[2:]}, {}, {}, USUAL),
-        *((CHAT, {key: "all"}, {}, ALL) for key in ("train_on_eos", "train_on_eot")),
-        (CHAT, {"train_on_eos": "last"}, {}, f"PROMPT ( [Hello] END ) {BYE} {GOODBYE}"),
-        (CHAT, {"train_on_eos": "none"}, {}, f"PROMPT ( [Hello] END ) {BYE} ( [Goodbye] END )"),
-        (CHAT, {"roles_to_train": ["user"]}, {}, OF_USER),
-        (CHAT, {"roles_to_train": ["human", "gpt"]}, {}, OF_BOTH),
-        (CHAT, {}, {"roles_to_train": ["user"]}, OF_USER),
-        (CHAT, {"roles_to_train": ["user"], "train_on_eos": "none"}, {}, OF_USER.replace("[END] )", "END )")),
-        (BOT, {**NAMES, "roles_to_train": ["customer"]}, {}, "user ( [Hi] [END] )"),
-        (learned(None, True, False), LEARN, {}, OF_HI),
-        (CHAT[2:5], {}, {}, f"assistant Hello END {BYE} {GOODBYE}"),
-        ([{**CHAT[2], "learn": True}, *CHAT[3:5]], LEARN, {}, f"assistant ( [Hello] [END] ) {BYE} {GOODBYE}"),
-        (CHAT[1:3], {}, {"train_on_inputs": True},
-         "[<|im_start|>] [user] [Hi] [END] [<|im_start|>] [assistant] ( [Hello] [END] )"),
-        (THOUGHT, {"train_on_eos": "none"}, MASKED, "PROMPT ( <think> hm </think> [Hello] END )"),
-        ([*THOUGHT, *CHAT[3:5]], {}, STRIDED,
-         f"PROMPT ( <think> hm </think> [Hello] [END] ) {BYE} {GOODBYE}"),
-        (CHAT, {"train_on_eos": "last", "roles_to_train": ["user", "assistant"]}, STRIDED,
-         OF_BOTH.replace("[END] )", "END )", 4)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("messages", "entry", "keys", "expected"), [
+    (CHAT, {}, {}, USUAL),
+    ([*CHAT, EMPTY], {}, {}, USUAL),
+    ({"prompt": CHAT[:4], "completion": CHAT[4:5]}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
+    ({"prompt": CHAT[:2], "completion": CHAT[2:]}, {}, {}, USUAL),
+    *((CHAT, {key: "all"}, {}, ALL) for key in ("train_on_eos", "train_on_eot")),
+    (CHAT, {"train_on_eos": "last"}, {}, f"PROMPT ( [Hello] END ) {BYE} {GOODBYE}"),
+    (CHAT, {"train_on_eos": "none"}, {}, f"PROMPT ( [Hello] END ) {BYE} ( [Goodbye] END )"),
+    (CHAT, {"roles_to_train": ["user"]}, {}, OF_USER),
+    (CHAT, {"roles_to_train": ["human", "gpt"]}, {}, OF_BOTH),
+    (CHAT, {}, {"roles_to_train": ["user"]}, OF_USER),
+    (CHAT, {"roles_to_train": ["user"], "train_on_eos": "none"}, {}, OF_USER.replace("[END] )", "END )")),
+    (BOT, {**NAMES, "roles_to_train": ["customer"]}, {}, "user ( [Hi] [END] )"),
+    (learned(None, True, False), LEARN, {}, OF_HI),
+    (CHAT[2:5], {}, {}, f"assistant Hello END {BYE} {GOODBYE}"),
+    ([{**CHAT[2], "learn": True}, *CHAT[3:5]], LEARN, {}, f"assistant ( [Hello] [END] ) {BYE} {GOODBYE}"),
+    (CHAT[1:3], {}, {"train_on_inputs": True},
+     "[<|im_start|>] [user] [Hi] [END] [<|im_start|>] [assistant] ( [Hello] [END] )"),
+    (THOUGHT, {"train_on_eos": "none"}, MASKED, "PROMPT ( <think> hm </think> [Hello] END )"),
+    ([*THOUGHT, *CHAT[3:5]], {}, STRIDED,
+     f"PROMPT ( <think> hm </think> [Hello] [END] ) {BYE} {GOODBYE}"),
+    (CHAT, {"train_on_eos": "last", "roles_to_train": ["user", "assistant"]}, STRIDED,
+     OF_BOTH.replace("[END] )", "END )", 4)),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:datasets.0.train_on_eos")
 def test_words(trained, messages, entry, keys, expected):
     for type in ("chat_template", *(["ebft_strided_chat.transform"] if "rl" in keys else [])):

@@ -42,21 +42,18 @@ def trained(template, messages, entry=None, type="chat_template", special=SPECIA
     return text
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "entry", "expected"),
-    [
-        (ENDS_TEXT, TALK, {}, "<s>user\nHi<e>\n<s>assistant\n[Hello<e>\n]<s>user\nBye<e>\n"
-         "<s>assistant\n[Goodbye<e>\n<eos>]"),
-        (ENDS_TEXT, TALK, {"train_on_eos": "none"}, "<s>user\nHi<e>\n<s>assistant\n[Hello]<e>\n<s>user\nBye<e>\n"
-         "<s>assistant\n[Goodbye]<e>\n<eos>"),
-        (ENDS_TEXT, TALK, {"train_on_eos": "last"}, "<s>user\nHi<e>\n<s>assistant\n[Hello]<e>\n<s>user\nBye<e>\n"
-         "<s>assistant\n[Goodbye<e>\n<eos>]"),
-        (ENDS_TEXT.replace("m.content", "m.content | upper"), TALK, {"roles_to_train": ["user", "assistant"]},
-         "<s>user\n[HI<e>\n]<s>assistant\n[HELLO<e>\n]<s>user\n[BYE<e>\n]<s>assistant\n[GOODBYE<e>\n<eos>]"),
-        ("{{ messages | length }}" + CLOSES, TALK, {}, "4<s>user\nHi<e>\n<s>assistant\n<think>[</think>Hello<e>\n]"
-         "<s>user\nBye<e>\n<s>assistant\n<think>[</think>Goodbye<e>\n]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "chat", "entry", "expected"), [
+    (ENDS_TEXT, TALK, {}, "<s>user\nHi<e>\n<s>assistant\n[Hello<e>\n]<s>user\nBye<e>\n"
+     "<s>assistant\n[Goodbye<e>\n<eos>]"),
+    (ENDS_TEXT, TALK, {"train_on_eos": "none"}, "<s>user\nHi<e>\n<s>assistant\n[Hello]<e>\n<s>user\nBye<e>\n"
+     "<s>assistant\n[Goodbye]<e>\n<eos>"),
+    (ENDS_TEXT, TALK, {"train_on_eos": "last"}, "<s>user\nHi<e>\n<s>assistant\n[Hello]<e>\n<s>user\nBye<e>\n"
+     "<s>assistant\n[Goodbye<e>\n<eos>]"),
+    (ENDS_TEXT.replace("m.content", "m.content | upper"), TALK, {"roles_to_train": ["user", "assistant"]},
+     "<s>user\n[HI<e>\n]<s>assistant\n[HELLO<e>\n]<s>user\n[BYE<e>\n]<s>assistant\n[GOODBYE<e>\n<eos>]"),
+    ("{{ messages | length }}" + CLOSES, TALK, {}, "4<s>user\nHi<e>\n<s>assistant\n<think>[</think>Hello<e>\n]"
+     "<s>user\nBye<e>\n<s>assistant\n<think>[</think>Goodbye<e>\n]"),
+])  # fmt: skip
 def test_places(template, chat, entry, expected):
     assert trained(template, chat, entry) == expected
 
@@ -72,14 +69,11 @@ def test_tags_of_thinking_can_be_special_tokens(special):
     assert trained(CLOSES, CALLING[:2], {"train_on_eos": "none"}, special=special) == call.replace("<e>\n]", "]<e>\n")
 
 
-@pytest.mark.parametrize(
-    ("template", "entry", "message"),
-    [
-        (ENDS_TEXT.replace("<s>assistant\n{% else", "<A>{% else"), {},
-         r"writes another text before message 1 \(assistant\) than before a new reply"),
-        ("{{ messages[-1].content | length }}" + ENDS_TEXT, {}, r"depending on the content of message 3 \(assistant\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "entry", "message"), [
+    (ENDS_TEXT.replace("<s>assistant\n{% else", "<A>{% else"), {},
+     r"writes another text before message 1 \(assistant\) than before a new reply"),
+    ("{{ messages[-1].content | length }}" + ENDS_TEXT, {}, r"depending on the content of message 3 \(assistant\)"),
+])  # fmt: skip
 def test_turns_that_cannot_be_found(template, entry, message):
     with pytest.raises(DataError, match=message):
         trained(template, TALK, entry)
