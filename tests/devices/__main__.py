@@ -42,13 +42,9 @@ TOLERANCE = 2e-4
 # What a GPU does by default, so that the CPU computes the same.
 AS_ON_GPU = {"ebft.single_pass": False, "ebft.merge_rollouts": False}
 STEPS = {"max_steps": 2, "eval_steps": 2, "log_rollouts": "none"}  # as most steps of a long run
-
-
 # Runs without a golden file, as in RUNS.
-OTHERS = {
-    "kto": ("judged", "chatml.intel", {"rl": "kto", **LORA}),
-    "orpo": ("comparisons", "chatml.icr", {"rl": "orpo", **LORA}),
-}
+OTHERS = {"kto": ("judged", "chatml.intel", {"rl": "kto", **LORA})}
+OTHERS["orpo"] = ("comparisons", "chatml.icr", {"rl": "orpo", **LORA})
 
 
 @dataclass(frozen=True)
@@ -141,12 +137,8 @@ def evaluated(config: ebft.RunConfig) -> dict[str, float]:
     return {f"{number} {key}": value for number, each in enumerate(models) for key, value in each.metrics.items()}
 
 
-REPLAY = {
-    "max_steps": 4,
-    "trl.reward_funcs": ["tests.devices.__main__.of_two_in_three"],
-    "trl.replay_buffer_size": 8,
-    "trl.reroll_start_fraction": 0.5,
-}
+REPLAY = {"max_steps": 4, "trl.reward_funcs": ["tests.devices.__main__.of_two_in_three"]}
+REPLAY |= {"trl.replay_buffer_size": 8, "trl.reroll_start_fraction": 0.5}
 
 
 def of_two_in_three(completions: list[Any], **columns: Any) -> list[float]:
@@ -260,15 +252,6 @@ def differences(found: Result, wanted: Result, tolerance: float) -> list[str]:
     return of_logs + of_weights
 
 
-def mistakes_without_error(counts: Counts) -> list[str]:
-    """What PyTorch accepts although it is slow."""
-    return [
-        f"{line} indexes a tensor of the device with one on CPU, which is copied and waited for"
-        for line, operation in counts.waits
-        if operation == "index on CPU" and not line.startswith("(")
-    ]
-
-
 def problems(case: Case, resumes: bool) -> tuple[list[str], Counts]:
     """Train a case on both devices; what is wrong, and what the device did."""
     with tempfile.TemporaryDirectory() as folder:
@@ -276,13 +259,13 @@ def problems(case: Case, resumes: bool) -> tuple[list[str], Counts]:
         found = run(case, Path(folder, "device"), on_device=True)
         wrong = differences(found, wanted, inf if case.only_finite else TOLERANCE)
         if resumes:
-            checkpoint = str(Path(folder, "device", "out", "checkpoint-2"))
-            other = str(Path(folder, "resumed"))
-            again = run(
-                case, Path(folder, "device"), on_device=True, resume_from_checkpoint=checkpoint, output_dir=other
-            )
+            resumed = {"resume_from_checkpoint": str(Path(folder, "device", "out", "checkpoint-2"))}
+            resumed["output_dir"] = str(Path(folder, "resumed"))
+            again = run(case, Path(folder, "device"), on_device=True, **resumed)
             wrong += [f"resumed: {line}" for line in differences(again, found, 0.0)]
-    wrong += mistakes_without_error(found.counts)
+    for line, operation in found.counts.waits:
+        if operation == "index on CPU" and not line.startswith("("):
+            wrong.append(f"{line} indexes a tensor of the device with one on CPU, which is copied and waited for")
     waits = sum(found.counts.waits.values())
     if case.most_waits is not None and waits > case.most_waits:
         wrong.append(f"a step waits {waits} times for the device, and may wait {case.most_waits} times")

@@ -262,10 +262,7 @@ def _is_copied_later(target: Tensor, source: Tensor) -> bool:
 
 
 class _OneKernel(torch.autograd.Function):
-    """A function that PyTorch composes of others on most devices, but computes with one kernel on a GPU.
-
-    In backward, a kernel for each gradient.
-    """
+    """A function that a GPU computes with one kernel, most devices with several; backward has one a gradient."""
 
     @staticmethod
     def call(function: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -300,10 +297,7 @@ class _OneKernel(torch.autograd.Function):
         return None, None, *(moved(next(grads), grad.device) if needs else None for needs in needed)
 
 
-_ONE_KERNEL = {
-    "scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
-    "rms_norm": torch.rms_norm,
-}
+_ONE_KERNEL = {each.__name__: each for each in (torch.nn.functional.scaled_dot_product_attention, torch.rms_norm)}
 
 
 @cache

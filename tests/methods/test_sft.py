@@ -41,17 +41,14 @@ def test_steps_are_counted_in_packed_rows(make, capsys):
     assert trainer.budget.totals["documents"] == 24
 
 
-def packed(trainer):
-    return tuple(isinstance(rows, PackedRows) for rows in (trainer.train_dataset, trainer.eval_dataset))
-
-
 @pytest.mark.parametrize(("keys", "expected"), [
     ({"sample_packing": True, "eval_sample_packing": False}, (True, False)),
     ({"eval_sample_packing": True}, (False, True)),
 ])  # fmt: skip
 def test_held_out_documents_are_packed_as_the_others_unless_set(make, keys, expected):
     trainer = train(make(max_steps=1, val_set_size=4, eval_steps=1, **keys)).trainer
-    assert packed(trainer) == expected and any("eval_ce_loss" in log for log in trainer.state.log_history)
+    packed = tuple(isinstance(rows, PackedRows) for rows in (trainer.train_dataset, trainer.eval_dataset))
+    assert packed == expected and any("eval_ce_loss" in log for log in trainer.state.log_history)
 
 
 def test_other_methods_do_not_read_the_keys_of_packing(make):

@@ -57,22 +57,17 @@ def test_weights_dtype_and_attention(make_config, tokenizer, monkeypatch, keys, 
     assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-FLASH = {"flash_attention": True}
-
-
-@pytest.mark.parametrize(("family", "keys", "has_cuda", "lacking"), [
-    ("llama", FLASH, False, "flash_attention_2 cannot be used .no CUDA device is available"),
-    ("gemma2", FLASH, True, "flash_attention_2 cannot be used .its package is not installed"),
+@pytest.mark.parametrize(("family", "has_cuda", "lacking"), [
+    ("llama", False, "no CUDA device is available"), ("gemma2", True, "its package is not installed"),
 ])  # fmt: skip
-def test_attention_that_cannot_be_used_warns_once(
-    family, keys, has_cuda, lacking, make_config, tokenizer, make_base, monkeypatch
-):
+def test_attention_that_cannot_be_used(family, has_cuda, lacking, make_config, tokenizer, make_base, monkeypatch):
     """The model is loaded with transformers' choice: Gemma 2 and gpt-oss do not support sdpa."""
     base = make_base(tiny_model(family, vocab_size=len(tokenizer)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    with pytest.warns(UserWarning, match=f"{lacking}.*: the model's default is used") as caught:
-        model = load_model(make_config(base_model=base, **keys), tokenizer)
+    message = f"flash_attention_2 cannot be used .{lacking}.*: the model's default is used"
+    with pytest.warns(UserWarning, match=message) as caught:
+        model = load_model(make_config(base_model=base, flash_attention=True), tokenizer)
     assert len(caught) == 1 and model.config._attn_implementation == ("sdpa" if family == "llama" else "eager")
 
 
@@ -88,11 +83,10 @@ def test_sequence_len_beyond_positions(make_config):
             check_sequence_len(sequence_len, found, "the model", longest)
 
 
-FOUR_BITS = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+FOUR_BITS = {**LORA, "adapter": "qlora", "load_in_4bit": True}
 BITSANDBYTES = {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "bfloat16"}
-
-
-EIGHT_BITS = {**FOUR_BITS, "adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}
+EIGHT_BITS = {**LORA, "load_in_8bit": True}
 DEFAULTS = {"quant_type": "nf4", "use_double_quant": True, "compute_dtype": torch.float32, "quant_storage": torch.uint8}
 
 
@@ -112,7 +106,7 @@ def test_settings_of_bitsandbytes(make_config, monkeypatch, keys, given, expecte
 def test_a_model_with_settings_of_bitsandbytes(make_config, tokenizer):
     functional = pytest.importorskip("bitsandbytes").functional
     layer = lambda model: model.get_base_model().model.layers[0].mlp.up_proj
-    dense = load_model(make_config(**{**FOUR_BITS, "adapter": "lora", "load_in_4bit": False}), tokenizer)
+    dense = load_model(make_config(**LORA), tokenizer)
     model = load_model(make_config(**FOUR_BITS, bnb_config_kwargs=BITSANDBYTES), tokenizer)
     weight = layer(model).weight
     assert weight.dtype == torch.bfloat16 and unpacked_size(weight) == layer(dense).weight.numel()
@@ -199,8 +193,7 @@ def test_new_tokens_and_the_size_of_embeddings(make_config, make_base):
 def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     special = {"pad_token": "<|end|>", "additional_special_tokens": keys.get("additional_special_tokens")}
     keys = {key: value for key, value in keys.items() if key != "additional_special_tokens"}
-    lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
-    config = make_config(special_tokens=special, **{**lora, **keys})
+    config = make_config(special_tokens=special, **{**LORA, **keys})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_model(config, load_tokenizer(config))

@@ -10,14 +10,10 @@ from ebft.data.apply import Source, tokenise
 from ebft.models.tokenizer import NAMES, apply_chat_template_choice, named_template
 from ebft.run.config.schema import RunConfig
 from tests.structured.conftest import make_chat_tokenizer
+from tests.structured.trainers import ASSISTANT, USER
 
 SYSTEM = {"role": "system", "content": "Be brief"}
-TURNS = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "See you"},
-]
+TURNS = [USER("Hi"), ASSISTANT("Hello"), USER("Bye"), ASSISTANT("See you")]
 
 
 def written(system, user, start, end, space=""):
@@ -75,14 +71,10 @@ def rendered(tokenizer, name, messages, **kwargs):
     return tokenizer.apply_chat_template(messages, chat_template=named_template(name), tokenize=False, **kwargs)
 
 
-def chat(name):
-    return TURNS if name == "gemma" else [SYSTEM, *TURNS]
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(tokenizer, name):
     assert set(FORMATS) == set(NAMES)
-    messages = chat(name)
+    messages = TURNS if name == "gemma" else [SYSTEM, *TURNS]
     assert rendered(tokenizer, name, messages[:-1], add_generation_prompt=True) == FORMATS[name][0]
     with pytest.raises(TemplateError, match="has no format for tools|is for chats without tools"):
         rendered(tokenizer, name, TURNS, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -108,7 +100,7 @@ def test_chats_that_are_refused_and_a_system_prompt_of_its_own(tokenizer):
 
 
 def test_thinking_of_qwen3(tokenizer):
-    thoughtful = lambda text: {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{text}"}
+    thoughtful = lambda text: ASSISTANT(f"<think>\nhm\n</think>\n\n{text}")
     text = rendered(tokenizer, "qwen3", [TURNS[0], thoughtful("Hello"), TURNS[2], thoughtful("Bye")])
     user = lambda text: f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert text == f"{user('Hi')}Hello<|im_end|>\n{user('Bye')}<think>\nhm\n</think>\n\nBye<|im_end|>\n"
@@ -128,9 +120,7 @@ def test_the_template_of_the_tokenizer_is_replaced_unless_it_has_the_same_format
     # The second ends finished chats differently.
     for there, name in ((own, "phi_4"), (chatml + "{% if not add_generation_prompt %}EOS{% endif %}", "chatml")):
         tokenizer.chat_template = there
-        with pytest.warns(
-            UserWarning, match=f"chat_template: {name} replaces the template of the tokenizer, which has"
-        ):
+        with pytest.warns(UserWarning, match=f"chat_template: {name} replaces the template of the tokenizer, which"):
             apply_chat_template_choice(tokenizer, name)
         assert tokenizer.chat_template == named_template(name)
 

@@ -1,7 +1,4 @@
-"""Settings of FSDP, and weights of checkpoints in models without it.
-
-Runs of two processes are in tests/run/test_sharded.py, sharded models in tests/structured.
-"""
+"""Settings of FSDP, and weights of checkpoints in models without it; tests/run and tests/structured have runs."""
 
 from types import SimpleNamespace
 
@@ -108,10 +105,6 @@ def test_tied_weights_fit_under_either_name(tiny_llama_dir, tmp_path, name):
     weights = {key: value.clone() for key, value in model.state_dict().items() if key != name}
     save_file(weights, tmp_path / "model.safetensors")
     load_checkpoint_weights(model, tmp_path)
-    del weights["model.norm.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="has no weights for model.norm.weight .1 weights are missing"):
-        load_checkpoint_weights(model, tmp_path)
 
 
 def accelerator(**changes):

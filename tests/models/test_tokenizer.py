@@ -17,18 +17,12 @@ def test_eos_pads_with_one_warning(make_config):
     assert tokenizer.pad_token == "<|pad|>" and tokenizer.pad_token_id == 512
 
 
-@pytest.fixture
-def reserving(tiny_tokenizer_dir, tmp_path):
-    """A folder with a tokenizer that has reserved tokens, special and not, after those of its vocabulary."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+def test_reserved_tokens_get_other_texts(make_config, tiny_tokenizer_dir, tmp_path):
+    tokenizer, reserving = AutoTokenizer.from_pretrained(tiny_tokenizer_dir), str(tmp_path)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>", "<|reserved_1|>"]})
     tokenizer.add_tokens(["<plain_0>"])
     tokenizer.pad_token = "<|end|>"
-    tokenizer.save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
-def test_reserved_tokens_get_other_texts(make_config, reserving, tmp_path):
+    tokenizer.save_pretrained(reserving)
     before = load_tokenizer(make_config(tokenizer_config=reserving))
     texts = {"512": "<|think|>", 514: "<note>"}  # JSON has no numbers as keys
     tokenizer = load_tokenizer(make_config(tokenizer_config=reserving, added_tokens_overrides=texts))

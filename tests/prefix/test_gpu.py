@@ -69,10 +69,9 @@ def test_rotary_embedding_and_its_gradients(tables):
     torch.testing.assert_close(torch.autograd.grad(found, (q, k), grads), torch.autograd.grad(expected, (q, k), grads))
 
 
-@pytest.mark.parametrize(
-    ("config", "model_class", "norms"),
-    [(LlamaConfig, LlamaForCausalLM, 5), (Qwen3Config, Qwen3ForCausalLM, 9), (GemmaConfig, GemmaForCausalLM, 0)],
-)
+@pytest.mark.parametrize(("config", "model_class", "norms"), [
+    (LlamaConfig, LlamaForCausalLM, 5), (Qwen3Config, Qwen3ForCausalLM, 9), (GemmaConfig, GemmaForCausalLM, 0),
+])  # fmt: skip
 def test_layers_of_a_model(config, model_class, norms):
     """Gemma's norm has other code, and stays as it is; its rotary embedding is Llama's."""
     torch.manual_seed(0)

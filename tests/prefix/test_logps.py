@@ -52,14 +52,8 @@ class General(nn.Linear):
     """A linear layer whose weights the head does not name."""
 
 
-MODULES = {
-    "linear": nn.Linear(HIDDEN, VOCAB),
-    "linear without bias": nn.Linear(HIDDEN, VOCAB, bias=False),
-    "general": General(HIDDEN, VOCAB),
-    "capped": Capped(),
-}
-
-
+MODULES = {"linear": nn.Linear(HIDDEN, VOCAB), "linear without bias": nn.Linear(HIDDEN, VOCAB, bias=False),
+           "general": General(HIDDEN, VOCAB), "capped": Capped()}  # fmt: skip
 CASES = [(name, frozen) for name in MODULES for frozen in (True, False)]
 EACH_HEAD = pytest.mark.parametrize(("module", "frozen"), CASES)
 
@@ -70,14 +64,8 @@ def inputs(k):
     return torch.randn(ROWS, HIDDEN, requires_grad=True), targets, torch.randn(ROWS, k)
 
 
-TRUNCATIONS = [
-    {"top_k": 3},
-    {"top_k": VOCAB + 5},
-    {"top_p": 0.6},
-    {"min_p": 0.3},
-    {"top_k": 6, "top_p": 0.7},
-    {"min_p": 0.1, "top_k": 5, "top_p": 0.8},
-]
+TRUNCATIONS = [{"top_k": 3}, {"top_k": VOCAB + 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 6, "top_p": 0.7}]
+TRUNCATIONS += [{"min_p": 0.1, "top_k": 5, "top_p": 0.8}]
 
 
 def truncated(logits, targets, min_p=0.0, top_k=0, top_p=1.0):
@@ -90,9 +78,7 @@ def truncated(logits, targets, min_p=0.0, top_k=0, top_p=1.0):
     return logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
 
 
-OF_EACH_HEAD = [
-    (*case, k, {}) for case in CASES for k in (1, 2, 7)
-]  # of 7 tokens, so that rows have some several times
+OF_EACH_HEAD = [(*case, k, {}) for case in CASES for k in (1, 2, 7)]  # of 7 tokens, so that rows have some twice
 OF_EACH_HEAD += [("linear", frozen, k, options) for frozen in (True, False) for k in (1, 2) for options in TRUNCATIONS]
 
 
@@ -220,12 +206,8 @@ def sums(request, monkeypatch):
         monkeypatch.setattr(logps, "_sums_in_float32", lambda device_type, dtype: True)
 
 
-ROUNDED = [
-    (name, frozen, options, dtype, autocast)
-    for name, frozen in CASES
-    for options in ({}, {"top_k": 5})
-    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True))
-]
+ROUNDED = [(*case, options, *types) for case in CASES for options in ({}, {"top_k": 5})
+           for types in ((torch.bfloat16, False), (torch.float32, True))]  # fmt: skip
 
 
 @pytest.mark.first(16)

@@ -27,19 +27,10 @@ def make(tiny_llama_dir, corpus, tmp_path_factory):
     """`make(**keys)`: a config for six steps over that corpus, with a folder of its own."""
 
     def make_config(**keys):
-        values = {
-            "base_model": tiny_llama_dir,
-            "pretraining_dataset": [{"path": corpus[0].parent}],
-            "streaming_multipack_buffer_size": 3,
-            "special_tokens": {"pad_token": "<|end|>"},
-            "sequence_len": 32,
-            "micro_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "output_dir": tmp_path_factory.mktemp("run") / "out",
-        }
+        values = {"base_model": tiny_llama_dir, "pretraining_dataset": [{"path": corpus[0].parent}]}
+        values |= {"streaming_multipack_buffer_size": 3, "special_tokens": {"pad_token": "<|end|>"}, "sequence_len": 32}
+        values |= {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 1e-3}
+        values |= {"logging_steps": 1, "output_dir": tmp_path_factory.mktemp("run") / "out"}
         return RunConfig.from_dict({**values, **keys})
 
     return make_config

@@ -67,11 +67,22 @@ def step(trainer, batches):
     return loss.item(), gradients(trainer.model), int(count)
 
 
+def check_step(trainer, batches, expected, wanted, count):
+    loss, found, tokens = step(trainer, batches)
+    assert tokens == count and loss == pytest.approx(expected, rel=1e-5)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5 + 1e-4 * value.abs().max().item(), rtol=0, msg=name)
+    trainer.budget.gather(trainer.accelerator)
+    assert trainer.budget.totals["documents"] == 8
+
+
 @pytest.mark.parametrize("family", NO_DROPOUT)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("flattened", [False, True])
 def test_packed_rows_have_the_loss_and_the_gradients_of_their_documents(family, attention, flattened, tmp_path):
-    model = tiny_model(family, **NO_DROPOUT[family])
+    """Also in rows that are longer than the positions of the model, which are enough for each document."""
+    model = tiny_model(family, max_position_embeddings=16, **NO_DROPOUT[family])
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip(f"since transformers 5.24, {family} has no sdpa attention")
     model.set_attn_implementation(attention)
@@ -83,28 +94,11 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_their_documents(family, 
         trainer = make_trainer(tmp_path, model, rows, batch_flattening=True)
         batches = [rows[:3], rows[3:]]
     else:
-        packed = pack_rows(rows, 16)
-        assert sorted(packed.lengths) == [9, 15, 16, 16]
+        packed = pack_rows(rows, 21)
+        assert sorted(packed.lengths) == [15, 20, 21]
         trainer = make_trainer(tmp_path, model, packed)
-        batches = [[packed[0], packed[3]], [packed[1], packed[2]]]
-    loss, found, tokens = step(trainer, batches)
-    assert tokens == count and loss == pytest.approx(expected.item(), rel=1e-5)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=name)
-    trainer.budget.gather(trainer.accelerator)
-    assert trainer.budget.totals["documents"] == 8
-
-
-@pytest.mark.parametrize("family", NO_DROPOUT)
-def test_packed_rows_may_be_longer_than_the_positions_of_the_model(family, tmp_path):
-    """Rows of 29 and 27 tokens for a model with 16 positions, which is enough for each document."""
-    model = tiny_model(family, max_position_embeddings=16, **NO_DROPOUT[family])
-    expected, _ = oracle(model, documents())
-    packed = pack_rows(documents(), 30)
-    assert max(packed.lengths) > 16 and len(packed) == 2
-    loss, _, _ = step(make_trainer(tmp_path, model, packed), [[packed[0]], [packed[1]]])
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
+        batches = [[packed[0], packed[2]], [packed[1]]]
+    check_step(trainer, batches, expected.item(), wanted, count)
 
 
 def test_the_routers_loss_counts_no_padding(tmp_path):
@@ -199,14 +193,8 @@ def test_documents_that_share_no_row_are_computed_separately(family, tmp_path):
     with pytest.warns(UserWarning, match=JOINED[family]) if is_joined else nullcontext():
         trainer = make_trainer(tmp_path, model, packed, packed)
         trainer._check_once(model, trainer.data_collator([packed[0]]))
-    loss, found, tokens = step(trainer, [[packed[0], packed[3]], [packed[1], packed[2]]])
-    assert tokens == count and loss == pytest.approx(expected.item(), rel=1e-4)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5 + 1e-4 * value.abs().max().item(), rtol=0, msg=name)
+    check_step(trainer, [[packed[0], packed[3]], [packed[1], packed[2]]], expected.item(), wanted, count)
     assert trainer.evaluate()["eval_ce_loss"] == pytest.approx(expected.item(), rel=1e-4)
-    trainer.budget.gather(trainer.accelerator)
-    assert trainer.budget.totals["documents"] == 8
 
 
 @pytest.mark.parametrize("family", RUNNING_STATE)

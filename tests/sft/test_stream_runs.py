@@ -24,13 +24,9 @@ def finished(config):
         {name: value for name, value in entry.items() if not any(part in name for part in TIMING)}
         for entry in result.trainer.state.log_history
     ]
-    return SimpleNamespace(
-        weights={name: parameter.detach().clone() for name, parameter in result.model.named_parameters()},
-        logs=logs,
-        folder=Path(config.output_dir),
-        trainer=result.trainer,
-        stream=result.trainer.state.stateful_callbacks["Stream"],
-    )
+    weights = {name: parameter.detach().clone() for name, parameter in result.model.named_parameters()}
+    stream, folder = result.trainer.state.stateful_callbacks["Stream"], Path(config.output_dir)
+    return SimpleNamespace(weights=weights, logs=logs, folder=folder, trainer=result.trainer, stream=stream)
 
 
 def assert_same(found, expected, rtol=0.0, atol=0.0):

@@ -113,11 +113,7 @@ def with_large_weights(model):
 
 
 class WithEmbedding:
-    """A model whose `hidden_states` start with the embedding, as other models' do.
-
-    Those of Mamba in transformers start with the first layer's output, and contain the last one's twice: also without
-    the final norm.
-    """
+    """A Mamba whose `hidden_states` start with the embedding, and have the last layer's output only after the norm."""
 
     def __init__(self, model):
         self.model = model

@@ -24,11 +24,8 @@ VARIANTS = {
 }
 # The same result with the pass that keeps activations, and with passes that recompute them.
 MEMORY = {"one pass": {}, "checkpointing": {"rollout_tokens_per_pass": 24, **checkpointing(True)}}
-CASES = [
-    *((name, "one pass") for name in VARIANTS),
-    ("dora", "checkpointing"),
-    ("fused experts alone", "checkpointing"),
-]
+CASES = [*((name, "one pass") for name in VARIANTS), ("dora", "checkpointing"),
+         ("fused experts alone", "checkpointing")]  # fmt: skip
 
 
 def with_adapter(model, **settings):
@@ -86,12 +83,10 @@ def test_some_of_the_weights_are_trained_exactly(patterns, trained, memory, tmp_
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_conversions_that_are_left_out_change_no_bit(use_dora, tmp_path, monkeypatch):
     """A float32 adapter on bfloat16 weights under autocast: loss and gradients with PEFT's conversions and without."""
-    runs = []
+    runs, disabled = [], "ebft.prefix.forward.disable_input_dtype_casting"
     for casts in (False, True):
         if casts:
-            monkeypatch.setattr(
-                "ebft.prefix.forward.disable_input_dtype_casting", lambda *args, **kwargs: nullcontext()
-            )
+            monkeypatch.setattr(disabled, lambda *args, **kwargs: nullcontext())
         torch.manual_seed(0)
         model = with_adapter(tiny_model("llama").to(torch.bfloat16), use_dora=use_dora)
         trainer = make_trainer(model, tmp_path, bf16=True)

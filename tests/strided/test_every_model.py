@@ -47,16 +47,9 @@ IN_STRIDED_MODE = {"dory": "differ from those of the plain model",
                    "gemma3n_text": "has several streams of hidden states",
                    "longcat_flash": "does not run with strided attention"}  # fmt: skip
 WITH_SHARED_PROMPTS = {"deepseek_v4": "differ from those of the plain model"}
-OPTIONS = SimpleNamespace(
-    feature_layers=[0.0, 0.5, 1.0],
-    embed_method="last_token",
-    context_length=6,
-    stride=12,
-    generate_max_len=3,
-    min_completion_prefix=0,
-    max_length=None,
-    ends=set(),
-)
+SIZES = {"stride": 12, "context_length": 6, "generate_max_len": 3}
+FEATURES = {"feature_layers": [0.0, 0.5, 1.0], "embed_method": "last_token"}
+OPTIONS = SimpleNamespace(**SIZES, **FEATURES, min_completion_prefix=0, max_length=None, ends=set())
 
 
 def close(ours, theirs):
@@ -72,7 +65,7 @@ def logps_of(plain, ids, start):
 def strided_mode(model, plain):
     """Three documents of unequal lengths, up to five blocks and two rollouts: log-probabilities and features."""
     check_supported(model)
-    network = FeatureNetwork(model, OPTIONS.feature_layers, OPTIONS.embed_method)
+    network = FeatureNetwork(model, **FEATURES)
     prepare(model)
     disable_dropout(model)
     check_parity(model, network, as_trained=True)
@@ -80,8 +73,7 @@ def strided_mode(model, plain):
     ids = torch.randint(3, VOCAB, (3, 58), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(58) < lengths[:, None]).long()
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    sizes = {name: getattr(OPTIONS, name) for name in ("stride", "context_length", "generate_max_len")}
-    layout = StridedLayout.place(documents, BlockOptions(n_samples_per_prompt=2, **sizes))
+    layout = StridedLayout.place(documents, BlockOptions(n_samples_per_prompt=2, **SIZES))
     with evaluating(model):
         sampled = sample_rollouts(model, documents, layout, temperature=TEMPERATURE)
     how = {"temperature": TEMPERATURE, "text_gradient": False, "apply_dropout": False}

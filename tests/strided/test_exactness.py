@@ -18,8 +18,6 @@ from tests.strided.oracle import options_of, oracle_step
 
 BASE = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "min_completion_prefix": 2}
 BASE |= {"temperature": 0.7, "feature_layers": [0.0, 0.5, 0.75], "ce_coef": 0.3, "use_whitening": False}
-
-
 # Many, so that rollouts and references often end within a block.
 ENDS = [2, 5, 11, 17, 23, 31, 41, 53, 67, 83]
 
@@ -31,10 +29,7 @@ def make_trainer(model, tmp_path, **changes):
 
 
 def unequal_batch(seed=0):
-    """Rows of a text that is cut, of a prompt and a completion that ends, and of a short text that ends.
-
-    Right-padded, with padding ids that matter.
-    """
+    """Right-padded rows of a text that is cut, a prompt and a completion that ends, and a short text that ends."""
     generator = torch.Generator().manual_seed(seed)
     lengths, prompts = [27, 22, 13], [0, 7, 0]
     input_ids = torch.randint(3, VOCAB, (3, 27), generator=generator)
@@ -82,10 +77,7 @@ def with_lora(model, seed=1, target_modules="all-linear"):
 
 
 def switched_by_flags(model):
-    """Let `disable_adapter` of a PEFT model set the flags of its layers, and nothing else.
-
-    PEFT's own goes through all modules and parameters several times, for every short sequence of the oracle.
-    """
+    """Let `disable_adapter` only set the flags of layers: PEFT's goes through all modules for every sequence."""
     layers = [part for part in model.modules() if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 
     @contextmanager
@@ -241,8 +233,6 @@ PASSES = {
     "passes and non-reentrant checkpointing": {"rollout_tokens_per_pass": 24, **checkpointing(False)},
 }  # fmt: skip
 OPTIONS = REWARDS | PASSES
-
-
 FULL = ["stride one", "no cross-entropy", "nucleus", "second forward", "passes and reentrant checkpointing"]
 
 
@@ -265,7 +255,6 @@ def test_option(name, adapter, tmp_path):
 
 TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in a pass", "five blocks in a pass",
             "passes and reentrant checkpointing", "stride one", "long context"]  # fmt: skip
-
 FAST_TURNS = ("concat", "one block in a pass", "stride one")
 
 

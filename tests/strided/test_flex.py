@@ -58,15 +58,11 @@ def test_step(family, checkpoints, tmp_path, on_any_device):
     assert model.config._attn_implementation == "flex_attention"
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"rollout_tokens_per_pass": 36}),
-        *((family, {"single_pass": False, **changes}) for family in ("llama", "gemma2")
-          for changes in ({"generate_max_len": 1}, {"temperature": 0.2}, {"merge_rollouts": False})),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "changes"), [
+    ("llama", {"rollout_tokens_per_pass": 36}),
+    *((family, {"single_pass": False, **changes}) for family in ("llama", "gemma2")
+      for changes in ({"generate_max_len": 1}, {"temperature": 0.2}, {"merge_rollouts": False})),
+], ids=str)  # fmt: skip
 def test_parts_rollouts_of_one_token_and_with_common_beginnings(family, changes, tmp_path, on_any_device):
     exact(tmp_path, flexible(family), unequal_batch(4), **changes)
     assert CALLS
@@ -97,8 +93,7 @@ def test_the_real_kernel_computes_what_the_dense_one_does(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("make", [contexts, later_turns])
 def test_samples_with_shared_prompts(make, on_any_device):
-    model, plain = tiny_model("llama").eval(), tiny_model("llama").eval()
-    model.config._attn_implementation = "flex_attention"
+    model, plain = flexible("llama").eval(), tiny_model("llama").eval()
     for prompt, completion in zip(make(), sample(model, make(), [4] * len(make()))):
         expected = oracle.token_logps(plain, prompt, completion.ids, 0.7).detach()
         torch.testing.assert_close(torch.tensor(completion.logps), expected.float(), atol=1e-4, rtol=0)

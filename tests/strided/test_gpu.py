@@ -21,8 +21,6 @@ from tests.strided.oracle import options_of, oracle_step
 from tests.strided.test_exactness import BASE, ENDS, compare, unequal_batch, with_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
 # The three ways to a gradient: tiles in a second forward, tiles in the pass that sampled, the compiled kernel.
 WAYS = {"tiles": {}, "single pass": {"single_pass": True}, "flex": {}}
 MATRIX = lambda *families: pytest.mark.parametrize(("family", "way"), [(f, way) for f in families for way in WAYS])
@@ -60,14 +58,9 @@ def test_bfloat16(family, way, tmp_path):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-FLAGS = {
-    "tf32": {"tf32": True, "bf16": False},
-    "float32": {"bf16": False},
-    "bf16": {"bf16": True},
-    "fp16": {"fp16": True, "bf16": False},
-    "flash": {"flash_attention": True, "bf16": True},
-    "flex": {"flex_attention": True, "bf16": True},
-}
+FLAGS = {"tf32": {"tf32": True, "bf16": False}, "float32": {"bf16": False}, "bf16": {"bf16": True}}
+FLAGS |= {"fp16": {"fp16": True, "bf16": False}, "flash": {"flash_attention": True, "bf16": True}}
+FLAGS["flex"] = {"flex_attention": True, "bf16": True}
 
 
 @pytest.mark.parametrize(("flags", "size"), [*((name, 64) for name in FLAGS), ("bf16", 512), ("float32", 512)])

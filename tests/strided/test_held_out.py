@@ -31,9 +31,8 @@ CHATS = [
 def metrics_of(model, rows, batch_size, seed=2, tokens_per_pass=None):
     network = FeatureNetwork(model, LAYERS, "last_token")
     batches = [DocumentCollator(0)(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
-    return held_out_metrics(
-        model, network, batches, block_options=BlockOptions(**OPTIONS), seed=seed, tokens_per_pass=tokens_per_pass
-    )
+    given = {"block_options": BlockOptions(**OPTIONS), "seed": seed, "tokens_per_pass": tokens_per_pass}
+    return held_out_metrics(model, network, batches, **given)
 
 
 @pytest.mark.parametrize("rows", [ROWS, CHATS + ROWS[:1]], ids=["texts", "chats"])

@@ -57,14 +57,11 @@ WRONG_MASKS = [([1] * 7 + [2, 2], "only 0 and 1, got 2. .* position_ids"), ([1, 
                ([0] + [1] * 6 + [0, 1], "gaps")]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"prompt_length": torch.tensor([0, -1])}, "prompt_length must contain one non-negative value"),
-        *(({"turn_spans": torch.tensor(spans)}, match) for spans, match in WRONG_TURNS),
-        *(({"attention_mask": torch.tensor([[1] * 8 + [0], mask])}, match) for mask, match in WRONG_MASKS),
-    ],
-)
+@pytest.mark.parametrize(("given", "match"), [
+    ({"prompt_length": torch.tensor([0, -1])}, "prompt_length must contain one non-negative value"),
+    *(({"turn_spans": torch.tensor(spans)}, match) for spans, match in WRONG_TURNS),
+    *(({"attention_mask": torch.tensor([[1] * 8 + [0], mask])}, match) for mask, match in WRONG_MASKS),
+])  # fmt: skip
 def test_wrong_inputs(given, match):
     with pytest.raises(ValueError, match=match):
         Documents.from_inputs({"input_ids": IDS, **given})

@@ -94,20 +94,15 @@ def deviations(tmp_path, rows_of, batches, rows, **options):
         flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).double()
         mixing = torch.randn(20, len(flat), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         directions.append(mixing @ flat)
-    errors = [torch.stack(each).mean(0) / (torch.stack(each).std(0) / batches**0.5) for each in (biases, directions)]
-    return errors[0], errors[1]
+    return [torch.stack(each).mean(0) / (torch.stack(each).std(0) / batches**0.5) for each in (biases, directions)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.usefixtures("without_parity_check")
-@pytest.mark.parametrize(
-    ("rows_of", "options"),
-    [
-        pytest.param(texts, {}, marks=pytest.mark.slow),
-        pytest.param(answers, {"n_samples_per_prompt": 2}, marks=pytest.mark.slow),
-        (chats, {"embed_method": "last_token"}),
-        pytest.param(answers, {"advantage_estimator": "reinforce"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("rows_of", "options"), [
+    (chats, {"embed_method": "last_token"}), (texts, {}), (answers, {"n_samples_per_prompt": 2}),
+    (answers, {"advantage_estimator": "reinforce"}),
+])  # fmt: skip
 def test_the_expected_gradient_is_zero(rows_of, options, tmp_path):
     bias, directions = deviations(tmp_path, rows_of, 12, 96, **options)
     assert bias.abs().max() < 4 and directions.square().mean() < 4, (bias, directions)

@@ -23,16 +23,13 @@ def check(model, as_trained=False):
 SMALL = {"vocab_size": 50, "num_layers": 2, "num_hidden_layers": 2, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "match"),
-    [
-        ("mamba", {"hidden_size": 32, "state_size": 4, **SMALL}, "Mamba(.|\n)*state-space(.|\n)*structured"),
-        ("qwen3_next", {**_COMMON, **RUNNING_STATE["qwen3_next"]}, "linear"),
-        ("xglm", {"d_model": 32, "ffn_dim": 32, **SMALL}, "does not support the attention interface"),
-        ("falcon", {"alibi": True, **_COMMON}, "transformers adds the bias twice with eager attention"),
-        ("doge", {"head_dim": 8, **_COMMON}, "DogeForCausalLM does not run with strided attention"),
-    ],
-)
+@pytest.mark.parametrize(("family", "config", "match"), [
+    ("mamba", {"hidden_size": 32, "state_size": 4, **SMALL}, "Mamba(.|\n)*state-space(.|\n)*structured"),
+    ("qwen3_next", {**_COMMON, **RUNNING_STATE["qwen3_next"]}, "linear"),
+    ("xglm", {"d_model": 32, "ffn_dim": 32, **SMALL}, "does not support the attention interface"),
+    ("falcon", {"alibi": True, **_COMMON}, "transformers adds the bias twice with eager attention"),
+    ("doge", {"head_dim": 8, **_COMMON}, "DogeForCausalLM does not run with strided attention"),
+])  # fmt: skip
 def test_families_that_are_refused(family, config, match):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
     with pytest.raises(ModelError, match=match):
@@ -40,10 +37,9 @@ def test_families_that_are_refused(family, config, match):
         check(model)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("mixtral", {"router_jitter_noise": 0.5}), ("seed_oss", {"residual_dropout": 0.4, "attention_dropout": 0.0})],
-)
+@pytest.mark.parametrize(("family", "changes"), [
+    ("mixtral", {"router_jitter_noise": 0.5}), ("seed_oss", {"residual_dropout": 0.4, "attention_dropout": 0.0}),
+])  # fmt: skip
 def test_noise_of_the_training_mode_is_refused_where_it_stays(family, changes):
     model = tiny_model(family, **changes).train()
     with pytest.raises(ModelError, match="log-probabilities differ.*noise in training mode"):
@@ -75,14 +71,11 @@ def test_parity_check_passes_for_supported_families_in_bfloat16(family):
     check(tiny_model(family).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [  # a layer that mixes neighbouring tokens; one that is wrong in passes of few tokens only, which decode
-        (lambda x: x + x.roll(1, dims=1), "differ from those of the plain model"),
-        (lambda x: x if x.shape[1] > 6 else 2 * x,
-         "log-probabilities of strided samples differ from those of the plain model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "match"), [
+    # a layer that mixes neighbouring tokens; one that is wrong in passes of few tokens only, which decode
+    (lambda x: x + x.roll(1, dims=1), "differ from those of the plain model"),
+    (lambda x: x if x.shape[1] > 6 else 2 * x, "of strided samples differ from those of the plain model"),
+])  # fmt: skip
 def test_parity_check_catches_what_nobody_named(change, match):
     model = tiny_model("llama")
     mlp = model.model.layers[1].mlp

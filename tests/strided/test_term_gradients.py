@@ -7,11 +7,11 @@ from tests.strided.test_exactness import with_lora
 from tests.strided.test_trainer import ROWS, logged, make
 
 TERMS = {"rl_coef": 0.7, "ce_coef": 0.3}
-CASES = [(True, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, False), (False, True),
-                                                                                  (False, False)])]  # fmt: skip
 
 
-@pytest.mark.parametrize(("adapter", "single_pass"), CASES)
+@pytest.mark.first(1)
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize("single_pass", [True, False])
 def test_norms_are_those_of_runs_on_one_term(adapter, single_pass, tmp_path):
     """The first step of each run has the same rollouts. A term without weight has the norm zero."""
     options = {"grad_norms_every": 1, "gradient_accumulation_steps": 2, "max_steps": 1, "max_grad_norm": 1e-3}
@@ -29,11 +29,9 @@ def test_norms_are_those_of_runs_on_one_term(adapter, single_pass, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"single_pass": True}, {"single_pass": False}, {"gradient_checkpointing": True}, {"rollout_tokens_per_pass": 60}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"single_pass": True}, {"single_pass": False}, {"gradient_checkpointing": True}, {"rollout_tokens_per_pass": 60},
+], ids=str)  # fmt: skip
 def test_training_is_the_same_with_and_without(options, tmp_path):
     """Equal parameters to the last bit, equal budgets, and no norms in steps without them."""
     runs = {}

@@ -55,10 +55,7 @@ def advantages_of(alignment, pairs, estimator, baseline="independent"):
 
 
 def reward_terms(samples, reference, *, whitening=None, alignment_coef=1.0, diversity_coef=1.0):
-    """Alignment of each sample and its similarity with each other one, with their coefficients, of one group.
-
-    Embeddings (N, D) and (D,); whitening None, 'feature' or 'sample'.
-    """
+    """Alignment of each sample (N, D) with the reference (D,), and its similarity with each other one, weighted."""
     n = len(samples)
     references = reference.expand(n, -1)
     if whitening is not None:

@@ -12,11 +12,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class Proxy(Endpoint):
-    """Listens on a free port of this machine while the `with` block lasts, and passes everything on to `port`.
-
-    `delay` is in seconds, for each request for completions; `change_request(path, content)` may edit the JSON of any
-    request.
-    """
+    """Passes all on to `port`, completions after `delay` seconds; `change_request(path, content)` may edit requests."""
 
     def __init__(self, port: int) -> None:
         self.delay, self.target = 0.0, f"http://127.0.0.1:{port}"

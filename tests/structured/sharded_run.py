@@ -21,8 +21,7 @@ from ebft.models.sharding import is_sharded, reshard
 from ebft.structured.rollouts.local import HFBackend
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.short_run import GRPOTrainer, Trainer
-from tests.structured.trainers import make as make_trainer
-from tests.structured.trainers import rows
+from tests.structured.trainers import make, rows
 
 ebft.prefix.logps.LOGITS_PER_CHUNK = {"cpu": 1}  # 16 rows: the head is applied to many chunks, of different numbers
 
@@ -40,36 +39,26 @@ class GreedyTrainer(EBFTTrainer):
         return super().after_inputs(rows, inputs)
 
 
-def reward(completion_ids, **columns):
-    return [float(sum(ids) % 7) for ids in completion_ids]
-
-
-def policy(tokenizer, with_adapter, folder, processes):
-    """One with an adapter, or from `folder`, where the reference model is loaded from; the single process saves it."""
-    model = chat_model(tokenizer)
-    if with_adapter:
-        return lora(model)
-    if processes == 1:
-        model.save_pretrained(folder)
-    return model.from_pretrained(folder)
-
-
-def make(name, folder, processes):
+def trainer_of(name, folder, processes):
     tokenizer = make_chat_tokenizer()
     kind, adapter, *more = name.split("-")
-    model = policy(tokenizer, adapter == "lora", Path(folder).with_name("base"), processes)
+    model, base = chat_model(tokenizer), Path(folder).with_name("base")
+    if adapter != "lora" and processes == 1:
+        model.save_pretrained(base)
+    model = lora(model) if adapter == "lora" else model.from_pretrained(base)  # as the reference model is
     common = {"per_device_train_batch_size": 8 // processes, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     common |= {"shared_prefix": "rows" not in more, "bf16": "bf16" in more}
     common["adam_epsilon"] = 1e-4  # or Adam's step of a gradient near zero is as large as any, and follows rounding
     if processes > 1 and "replicated" not in more:
         common |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}}
     if kind == "grpo":
+        reward = lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids]
         common |= {"beta": 0.1 if adapter == "full" else 0.0, "reward_funcs": reward}
-        return make_trainer(model, tokenizer, folder, rows(multi_turn=False), GRPOTrainer, **common)
+        return make(model, tokenizer, folder, rows(multi_turn=False), GRPOTrainer, **common)
     dataset = rows(multi_turn=kind == "greedy")
     common |= {"ce_coef": 0.3, "use_whitening": kind == "ebft", "eval_dataset": dataset.select(range(4))}
     trainer = Trainer if kind == "ebft" else GreedyTrainer
-    return make_trainer(model, tokenizer, folder, dataset, trainer, **common)
+    return make(model, tokenizer, folder, dataset, trainer, **common)
 
 
 def found_by(trainer):
@@ -95,7 +84,7 @@ def found_by(trainer):
 
 def main(path, *names):
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    found = {name: found_by(make(name, f"{path}.{name}", processes)) for name in names}
+    found = {name: found_by(trainer_of(name, f"{path}.{name}", processes)) for name in names}
     if os.environ.get("RANK", "0") == "0":
         torch.save(found, path)
     if processes > 1:

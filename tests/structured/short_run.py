@@ -24,13 +24,11 @@ class FromThePrompt:
 
 
 class Trainer(EBFTTrainer):
-    def backend(self):
-        return FromThePrompt()
+    backend = lambda self: FromThePrompt()
 
 
 class GRPOTrainer(RolloutGRPOTrainer):
-    def backend(self):
-        return FromThePrompt()
+    backend = lambda self: FromThePrompt()
 
 
 def remainder(completion_ids, **columns):
@@ -41,10 +39,7 @@ def remainder(completion_ids, **columns):
 def held_out(folder, method, batch_size):
     """The metrics of an evaluation of five rows with four completions each, and what NumPy gives for some of them."""
     tokenizer, dataset = make_chat_tokenizer(), rows(multi_turn=False)
-
-    def length(completion_ids, **columns):
-        return [float(len(ids)) for ids in completion_ids]
-
+    length = lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids]
     options = {"per_device_eval_batch_size": batch_size, "reward_funcs": [remainder, length]}
     options |= {"multi_objective_aggregation": "normalize_then_sum"} if method == "gdpo" else {}
     kind = Trainer if method == "ebft" else GRPOTrainer

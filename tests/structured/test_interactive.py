@@ -26,7 +26,6 @@ sys.path.append(str(EXAMPLES))
 from calculator import Calculator, answers, prompts  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using:UserWarning")
-N = 4
 PYTHON = os.environ.get("EBFT_VLLM_PYTHON")
 
 
@@ -54,7 +53,7 @@ def using(tokenizer, tmp_path):
             changes["environment_factory"] = Calculator
         settings = {"max_completion_length": 300, "max_tool_calling_iterations": 2, "temperature": 1.0}
         settings |= {"chat_template_kwargs": {"enable_thinking": False}, "reward_funcs": [answers]}
-        settings |= {"per_device_train_batch_size": 2 * N, "gradient_accumulation_steps": 1, **changes}
+        settings |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, **changes}
         policy = lora(tool_model(tokenizer), scale=0.01) if policy is None else policy
         dataset = questions() if dataset is None else dataset
         return make(policy, tokenizer, folder, dataset, RolloutGRPOTrainer, **settings)
@@ -217,8 +216,7 @@ CALCULATOR = {"environment_factory": "calculator.Calculator"}
 
 
 @pytest.mark.parametrize(("trl", "keys", "message"), [
-    ({**CALCULATOR, "async_prefetch": True, "use_vllm": True}, LORA,
-     "environment_factory is called between the steps"),
+    ({**CALCULATOR, "async_prefetch": True, "use_vllm": True}, LORA, "environment_factory is called between the s"),
     ({**CALCULATOR, "reward_num_workers": 2}, {}, "incompatible with trl.reward_num_workers: 2"),
     ({**CALCULATOR, "reward_funcs": ["feature_matching"]}, {}, "factory is incompatible with the feature-matching rew"),
     (CALCULATOR, {"fsdp": True}, "trl.environment_factory is incompatible with fsdp"),

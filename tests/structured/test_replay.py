@@ -142,14 +142,11 @@ def test_failed_prompts_take_the_place_of_others_oldest_first():
     assert resumed.inject(later) == 1 and later[0]["prompt"] == "d"
 
 
-def fails_for_some(prompts, **columns):
-    return [0.0 if "word" in prompt[0]["content"] else 1.0 for prompt in prompts]
-
-
 @pytest.mark.parametrize(("fraction", "again"), [(0.5, True), (1.0, False)])
 def test_failed_prompts_are_sampled_again(chat_tokenizer, train, fraction, again):
     options = {"reroll_start_fraction": fraction, "reroll_max_groups": 2, "max_steps": 4, "log_completions": True}
-    trainer, batches, _ = train(fails_for_some, **options)
+    reward = lambda prompts, **columns: [0.0 if "word" in prompt[0]["content"] else 1.0 for prompt in prompts]
+    trainer, batches, _ = train(reward, **options)
     seen = [
         [chat_tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(x["prompt_ids"][::4], x["prompt_mask"][::4])]
         for x, _ in batches

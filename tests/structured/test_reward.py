@@ -192,27 +192,20 @@ def test_columns_that_trl_does_not_render(model, chat_tokenizer):
     assert found == pytest.approx([2 * float(sample @ phi[2]) for sample in phi[:2]], abs=1e-5)
 
 
-def compare(model):
-    model.eval()
-    generator = torch.Generator().manual_seed(3)
+FAST = ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "bloom", "gpt_neo", "phimoe", "deepseek_v3", "llama4_text")
+FAST += ("qwen3_5_text", "mamba2")
+
+
+@pytest.mark.first(len(FAST))
+@pytest.mark.parametrize("family", dict.fromkeys((*FAST, *FAMILIES, *RUNNING_STATE)))
+def test_every_family_shares_the_prompt_unless_it_has_a_running_state(family):
+    model = tiny_model(family).eval()
+    assert shares_prompts(model) == (family in FAMILIES)
+    generator, plain = torch.Generator().manual_seed(3), for_oracle(model)
     draw = lambda count: torch.randint(3, VOCAB, (count,), generator=generator).tolist()
     prompt, continuations = draw(23), [draw(count) for count in (5, 1, 17, 0, 9)]
-    plain = for_oracle(model)
     for method in METHODS:
         for given in (continuations, [[], []]):
             found = embed_continuations(FeatureNetwork(model, LAYERS, method), prompt, given)
             wanted = torch.stack([oracle.embedding(plain, prompt, ids, LAYERS, method) for ids in given])
             assert (found - wanted).abs().max() < 1e-5
-
-
-FAST = ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "bloom", "gpt_neo", "phimoe", "deepseek_v3", "llama4_text")
-FAST += ("qwen3_5_text", "mamba2")
-
-
-@pytest.mark.parametrize(
-    "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in (*FAMILIES, *RUNNING_STATE)]
-)
-def test_every_family_shares_the_prompt_unless_it_has_a_running_state(family):
-    model = tiny_model(family)
-    assert shares_prompts(model) == (family in FAMILIES)
-    compare(model)

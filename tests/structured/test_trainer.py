@@ -67,6 +67,8 @@ def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, build):
     assert several["eval_a_ce_loss"] == pytest.approx(wanted, abs=1e-4)
     assert {"eval_a_cfm_loss", "eval_b_cfm_loss"} <= set(several) and "eval_cfm_loss" not in several
     assert several["eval_a_ce_loss"] != several["eval_b_ce_loss"]
+    trainer.scorer.score = lambda *rows: None  # also in TRL's rows
+    assert trainer.evaluate(trainer.eval_dataset.select(range(1)))["eval_ce_loss"] == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.first(1)
@@ -77,6 +79,8 @@ def test_groups_without_a_signal_are_skipped(build, skip):
     trainer = build(kind=RolloutGRPOTrainer, reward_funcs=[rewards], **options)
     assert is_unchanged_by_training(trainer)
     assert logged(trainer, "skipped_zero_adv_batches") == ([1.0] * 2 if skip else [])
+    cross_entropy = {"alignment_coef": 0.0, "diversity_coef": 0.0, "ce_coef": 1.0}  # a signal of its own
+    assert not is_unchanged_by_training(build(**cross_entropy, **options, max_steps=1))
 
 
 class Made:
@@ -107,18 +111,10 @@ def test_equal_completions_do_not_move_the_policy(build, monkeypatch):
 ])  # fmt: skip
 def test_groups_with_equal_rewards_have_no_signal(rewards, weights, aggregation, expected):
     values = [[float("nan") if x is None else float(x) for x in row] for row in rewards] * 2
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(process_index=0),
-        _group_size=lambda: 4,
-        rewards=torch.tensor(values),
-        reward_weights=torch.tensor(weights, dtype=torch.float32),
-        multi_objective_aggregation=aggregation,
-    )
+    given = {"rewards": torch.tensor(values), "reward_weights": torch.tensor(weights, dtype=torch.float32)}
+    given |= {"multi_objective_aggregation": aggregation, "accelerator": SimpleNamespace(process_index=0)}
+    trainer = SimpleNamespace(_group_size=lambda: 4, **given)
     assert RolloutGRPOTrainer._without_signal(trainer, [{}] * 4).tolist() == [expected] * 4
-
-
-def test_cross_entropy_is_a_signal_of_its_own(build):
-    assert not is_unchanged_by_training(build(alignment_coef=0.0, diversity_coef=0.0, ce_coef=1.0, max_steps=1))
 
 
 def test_other_rewards_see_the_conversation(build):
@@ -150,8 +146,7 @@ def test_a_name_is_loaded_as_trl_does(chat_tokenizer, tmp_path):
         trainer = EBFTTrainer(str(tmp_path / "model"), arguments(tmp_path, model_init_kwargs=given), **more)
         assert trainer.model.dtype == dtype
         assert trainer.model.config._attn_implementation == ("sdpa" if given is None else "eager")
-    trainer.args.learning_rate = 1e-6
-    trainer.args.max_steps = 1
+    trainer.args.learning_rate, trainer.args.max_steps = 1e-6, 1
     with pytest.warns(UserWarning, match="too small for 16-bit weights"):
         trainer.train()
 

@@ -19,11 +19,12 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from ebft import EBFTConfig, EBFTTrainer, load_config, train
+from ebft import load_config, train
 from ebft.errors import RolloutError
 from tests.serving.processes import alive, eventually, free_port
 from tests.structured.proxy import COMPLETIONS, Proxy
 from tests.structured.real_text import make_base_model
+from tests.structured.trainers import make as make_trainer
 
 PYTHON = os.environ.get("EBFT_VLLM_PYTHON")
 pytestmark = [
@@ -31,7 +32,6 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter with vLLM"),
 ]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-TEMPERATURE = 0.7
 AGREE = 1e-3  # nats between the server's log-probabilities and the trainer's
 
 CONFIG = """
@@ -42,11 +42,9 @@ datasets: [{{path: {rows}, type: tests.structured.real_text.transform}}],
 adapter: lora, lora_r: 8, lora_alpha: 16, lora_target_linear: true, micro_batch_size: 8, gradient_accumulation_steps: 2,
 max_steps: 3, learning_rate: 2.0e-3, lr_scheduler: constant, logging_steps: 1, output_dir: {out}}}
 """
-SETTINGS = dict(num_generations=4, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=3)
-SETTINGS |= dict(max_completion_length=16, temperature=TEMPERATURE, learning_rate=2e-3, lr_scheduler_type="constant")
-SETTINGS |= dict(logging_steps=1, gradient_checkpointing=False, report_to="none", disable_tqdm=True, loss_type="grpo")
-SETTINGS |= dict(save_strategy="no", use_vllm=True, vllm_mode="server", vllm_server_timeout=600)
-SETTINGS |= dict(per_device_eval_batch_size=64)
+SETTINGS = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=3, max_completion_length=16)
+SETTINGS |= dict(learning_rate=2e-3, lr_scheduler_type="constant", per_device_eval_batch_size=64)
+SETTINGS |= dict(use_vllm=True, vllm_mode="server", vllm_server_timeout=600)
 COMMAND = [sys.executable, "-m", "ebft"]
 
 
@@ -77,22 +75,14 @@ def port(base, tmp_path_factory):
     assert process.returncode == 130 and not alive(started)
 
 
-def rows_of(base, count, start=0):
-    lines = base.with_name("rows.jsonl").read_text().splitlines()[start : start + count]
-    rows = [json.loads(line) for line in lines]
-    return Dataset.from_list([{"prompt": row["input"], "ground_truth": row["output"]} for row in rows])
-
-
-def arguments(folder, port, config_class=EBFTConfig, **changes):
-    return config_class(output_dir=str(folder), vllm_server_port=port, **{**SETTINGS, **changes})
-
-
-def make(base, args, trainer_class=EBFTTrainer, model=None, **kwargs):
-    tokenizer = AutoTokenizer.from_pretrained(base)
+def make(base, folder, port, model=None, tokenizer=None, **changes):
+    tokenizer = AutoTokenizer.from_pretrained(base) if tokenizer is None else tokenizer
     policy = AutoModelForCausalLM.from_pretrained(base if model is None else model)
     adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    kwargs = {"train_dataset": rows_of(base, 64), "processing_class": tokenizer, "peft_config": adapter, **kwargs}
-    return trainer_class(policy, args=args, **kwargs)
+    rows = map(json.loads, base.with_name("rows.jsonl").read_text().splitlines()[:64])
+    dataset = Dataset.from_list([{"prompt": row["input"], "ground_truth": row["output"]} for row in rows])
+    changes = {**SETTINGS, "vllm_server_port": port, "peft_config": adapter, **changes}
+    return make_trainer(policy, tokenizer, folder, dataset, **changes)
 
 
 def differences(history):
@@ -104,17 +94,13 @@ def steps_of(history):
     return [entry for entry in history if "loss" in entry]
 
 
-def history_in(tmp_path):
-    return json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_serve_and_train_from_the_command_line(base, port, tmp_path, ahead):
     command = [*COMMAND, "train", str(write_config(tmp_path, base, port)), f"trl.async_prefetch={ahead}".lower()]
     finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
     assert "Model saved in" in finished.stdout and not (tmp_path / "out" / "vllm_adapters").exists()
-    history = history_in(tmp_path)
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     steps = steps_of(history)
     assert [entry["rollouts/staleness"] for entry in steps] == ([0, 1, 1] if ahead else [0, 0, 0])
     assert steps[0]["sampling/sampling_logp_difference/max"] < AGREE
@@ -155,13 +141,12 @@ def test_another_base_model_vocabulary_or_temperature_is_refused(base, port, tmp
                 parameter.mul_(0.7)
     model.save_pretrained(other)
     with pytest.raises(RolloutError, match="serves .*base, and this run trains .*other: they are different models"):
-        make(base, arguments(tmp_path, port), model=other)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+        make(base, tmp_path, port, model=other)
     with pytest.raises(RolloutError, match="their tokenizers differ"):
-        make(base, arguments(tmp_path, port), processing_class=tokenizer)
+        make(base, tmp_path, port, tokenizer=AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
     with Proxy(port) as proxy, pytest.raises(RolloutError, match="--logprobs-mode processed_logprobs"):
         proxy.change_request = replaces(temperature=1.6)
-        make(base, arguments(tmp_path, proxy.port))
+        make(base, tmp_path, proxy.port)
 
 
 def an_old_adapter(base):
@@ -205,8 +190,7 @@ FAST = {"learning_rate": 1e-2, "max_completion_length": 24, "gt_length_floor": 2
 @pytest.mark.parametrize("fault", FAULTS)
 def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_path, fault, correction):
     with Proxy(port) as proxy:
-        args = arguments(tmp_path, proxy.port, vllm_importance_sampling_correction=correction, **FAST)
-        trainer = make(base, args)
+        trainer = make(base, tmp_path, proxy.port, vllm_importance_sampling_correction=correction, **FAST)
         make_fault, message = FAULTS[fault]
         proxy.change_request = make_fault(base)
         with pytest.raises(RolloutError, match=message):
@@ -218,7 +202,7 @@ def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_
     "truncation", [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}], ids=str
 )
 def test_truncated_samples_are_scored_under_the_truncated_distribution(base, port, tmp_path, truncation):
-    trainer = make(base, arguments(tmp_path, port, **truncation))
+    trainer = make(base, tmp_path, port, **truncation)
     trainer.train()
     steps = steps_of(trainer.state.log_history)
     assert len(steps) == 3 and max(entry["sampling/logp_diff"] for entry in steps) < AGREE

@@ -15,28 +15,23 @@ from tests.structured import oracle
 from tests.structured.conftest import chat_model
 
 
-def contexts(seed=0):
+def contexts():
     """Three samples of one prompt, one of another, and two of a third, of unequal lengths."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     first, second, third = (torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (9, 2, 21))
     return [first] * 3 + [second] + [third] * 2
 
 
-def pairs(seed=0):
-    """Two samples of each of three prompts of unequal lengths."""
-    prompts = contexts(seed)
-    return [prompts[index] for index in (0, 0, 3, 3, 4, 4)]
-
-
-def later_turns(seed=0):
+def later_turns():
     """Contexts that share a prompt of 9 or 14 tokens, and differ after it."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(3, VOCAB, (n,), generator=generator).tolist()
     prompts = [ids(9)] * 3 + [ids(14)] * 2
     return [prompt + ids(n) for prompt, n in zip(prompts, (4, 1, 7, 3, 3))]
 
 
 HOW = {"prompt by prompt": 0.0, "batched": 10.0}  # the most padding
+PAIRS = lambda: [contexts()[index] for index in (0, 0, 3, 3, 4, 4)]
 
 
 def sample(model, prompts, limits, *, shared=True, **sampling):
@@ -62,7 +57,7 @@ def test_ids_beyond_the_tokenizer_are_not_sampled(shared, temperature):
 @pytest.mark.parametrize(("family", "shared", "make"), [
     *((family, "copied", make) for family in FAMILIES for make in (contexts, later_turns)),
     *((family, *how) for family in ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2")
-      for how in (("prompt by prompt", contexts), ("prompt by prompt", later_turns), ("batched", pairs))),
+      for how in (("prompt by prompt", contexts), ("prompt by prompt", later_turns), ("batched", PAIRS))),
 ])  # fmt: skip
 def test_log_probabilities_are_those_of_the_plain_model(family, shared, make, monkeypatch):
     if shared != "copied":  # as prompts of more than 128 tokens, and on a GPU
@@ -80,9 +75,7 @@ def test_log_probabilities_are_those_of_the_plain_model(family, shared, make, mo
             torch.testing.assert_close(torch.tensor(completion.logps), expected.float(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("family", "shared"), [("llama", True), ("llama", False), ("gemma3_text", True), ("gpt_oss", True)]
-)
+@pytest.mark.parametrize("family,shared", [("llama", True), ("llama", False), ("gemma3_text", True), ("gpt_oss", True)])
 def test_greedy_tokens_are_the_most_likely(family, shared):
     model = tiny_model(family).eval()
     found = sample(model, contexts(), [70] * 6, shared=shared, temperature=0.0)
@@ -92,16 +85,16 @@ def test_greedy_tokens_are_the_most_likely(family, shared):
         assert logits.argmax(-1).tolist() == completion.ids
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_each_sample_ends_by_itself(shared):
+def test_each_sample_ends_by_itself():
+    """With `generate`; samples with shared prompts are compared with plain ones below."""
     ends = frozenset(range(3, 30))
     torch.manual_seed(0)
     prompts, limits = contexts() * 10, [3, 9, 30, 1, 20, 20] * 10
     ended = 0
-    found = sample(tiny_model("llama").eval(), prompts, limits, shared=shared, end_ids=ends)
+    found = sample(tiny_model("llama").eval(), prompts, limits, shared=False, end_ids=ends)
     for completion, limit in zip(found, limits):
         assert not ends & set(completion.ids[:-1])
-        assert len(completion.logps) == len(completion.ids) if shared else completion.logps is None
+        assert completion.logps is None
         assert len(completion.ids) == limit or completion.ids[-1] in ends
         ended += len(completion.ids) < limit
     assert 10 < ended < 60

@@ -22,11 +22,8 @@ class Scripted:
 
 
 def talk(*turns):
-    found = [
-        Turn(lead, [0] * length, next((place + 1 for place, token in enumerate(lead) if token == END), 0))
-        for lead, length in turns
-    ]
-    return Conversation(found, turns[0][0])
+    ended = lambda lead: next((place + 1 for place, token in enumerate(lead) if token == END), 0)
+    return Conversation([Turn(lead, [0] * length, ended(lead)) for lead, length in turns], turns[0][0])
 
 
 def test_each_reply_follows_all_that_was_said():
@@ -46,10 +43,8 @@ def test_each_reply_follows_all_that_was_said():
     assert second.replies == [[7, 7], [8, END], [6]]
 
 
-@pytest.mark.parametrize(
-    ("factor", "floor", "longest", "wanted"),
-    [(1.5, 1, 3, 5), (0.1, 1, 3, 1), (2.0, 1, 50, 10), (1.5, 1, None, 10), (1.5, 7, 3, 7), (1.5, 64, 3, 10)],
-)
+@pytest.mark.parametrize(("factor", "floor", "longest", "wanted"), [
+    (1.5, 1, 3, 5), (0.1, 1, 3, 1), (2, 1, 50, 10), (1.5, 1, None, 10), (1.5, 7, 3, 7), (1.5, 64, 3, 10)])  # fmt: skip
 def test_limits_of_a_reply(factor, floor, longest, wanted):
     assert ReferenceLimit(factor, floor).of(longest, 10) == wanted
 
