@@ -104,6 +104,11 @@ class FeatureNetwork:
             self._model.to(device)
         self._followed = weakref.ref(model) if is_copy and device is None else lambda: None
         self.causal_lm: PreTrainedModel = unwrap_adapter(self._model)
+        tokens, known = (each.config.get_text_config().vocab_size for each in (unwrap_adapter(model), self.causal_lm))
+        if known < tokens:
+            raise ModelError(
+                f"feature_network knows {known:,} tokens and the policy {tokens:,}. Their tokens must agree."
+            )
         self._place: tuple[torch.device, torch.device] | None = None  # of the policy, and of the copy that follows it
         self.embed_method = embed_method
         self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))

@@ -39,6 +39,7 @@ def of(*truths, **more):
 @pytest.mark.parametrize(("dataset", "error", "message"), [
     (of(*"ab c"), DataError, "1 rows whose ground_truth is empty .* row 2"),
     (of(*["b " * 300] * 3), DataError, r"max_position_embeddings \(512\)"),
+    (of(*"abc").rename_column("ground_truth", "completion"), DataError, "no column ground_truth, .* but prompt, compl"),
     (of("b"), DataError, "1 prompts are fewer than the 3 of one generation"),
     ({"bias": "all"}, ModelError, "parameters of the base model are trainable"),
     ({"init_lora_weights": "pissa"}, ModelError, "modifies the base"),

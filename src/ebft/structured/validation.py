@@ -54,6 +54,8 @@ def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool)
         )
     if not isinstance(dataset, Dataset):
         return
+    if needs_reference and "ground_truth" not in present:
+        yield f"{name} has no column ground_truth, the reference, but {', '.join(present)}. Rename its column."
     texts = dataset["ground_truth"] if needs_reference else ()
     empty = [i for i, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]
     if empty:
