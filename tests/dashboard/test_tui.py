@@ -94,16 +94,12 @@ def shown(live):
     return capture.get()
 
 
-@pytest.mark.parametrize(
-    ("state", "changes", "texts"),
-    [
-        ("finished", {}, ["finished"]),
-        ("failed", {"error": "OSError: disk [full]"}, ["failed", "disk [full]"]),
-        ("running", {"pid": 2**22 + 1}, ["ended without a final state"]),
-        ("running", {"host": "elsewhere", "updated": 1.0}, ["no update for", "ETA"]),
-        ("\x1b]0;title\x07", {}, ["␛]0;title␇"]),
-    ],
-)
+@pytest.mark.parametrize(("state", "changes", "texts"), [
+    ("finished", {}, ["finished"]), ("failed", {"error": "OSError: disk [full]"}, ["failed", "disk [full]"]),
+    ("running", {"pid": 2**22 + 1}, ["ended without a final state"]),
+    ("running", {"host": "elsewhere", "updated": 1.0}, ["no update for", "ETA"]),
+    ("\x1b]0;title\x07", {}, ["␛]0;title␇"]),
+])  # fmt: skip
 def test_the_states_of_a_run(run, state, changes, texts):
     write_run(run, state, step=100, **changes)
     found = shown(LiveRun(run))

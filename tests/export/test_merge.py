@@ -29,19 +29,16 @@ TIED = {"tie_word_embeddings": True}
 VARIANTS = {
     "lora": (llama(), ["q_proj", "v_proj"], {}),
     "patterns": (llama(), "all-linear", {"rank_pattern": {"q_proj": 2}, "use_rslora": True}),
-    "dora": (llama(), "all-linear", {"use_dora": True}),
-    "embedding": (llama(), ["embed_tokens", "lm_head"], {}),
+    "dora": (llama(), "all-linear", {"use_dora": True}), "embedding": (llama(), ["embed_tokens", "lm_head"], {}),
     "tied_modules_to_save": (llama(**TIED), ["q_proj"], {"modules_to_save": ["lm_head"]}),
     "tied_saved_together": (
         *(llama(**TIED), ["q_proj"]),
         {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
-    "bias_all": (qwen2(), ["q_proj"], {"bias": "all"}),
-    "lora_bias": (qwen2(), ["q_proj"], {"lora_bias": True}),
-    "conv1d": (gpt2(), ["c_attn", "c_fc"], {}),
-    "experts": (mixtral(), ["q_proj"], {"target_parameters": EXPERTS}),
+    "bias_all": (qwen2(), ["q_proj"], {"bias": "all"}), "lora_bias": (qwen2(), ["q_proj"], {"lora_bias": True}),
+    "conv1d": (gpt2(), ["c_attn", "c_fc"], {}), "experts": (mixtral(), ["q_proj"], {"target_parameters": EXPERTS}),
     "experts_by_module_names": (mixtral(), ["w1", "w2", "w3"], {}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -177,19 +174,16 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 QUANTISED = settings("base/config.json", quantization_config={"quant_method": "bitsandbytes"})
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (tensors(lambda found: {**found, Q.replace("q_", "x_"): torch.zeros(4, 32)}, WEIGHTS), "no part.*x_proj"),
-        (named(lambda key: key * (key != Q), WEIGHTS), "has no weights, or NaN, for model.layers.0.self_attn.q_proj"),
-        (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
-         "has no weight for model.layers.1.self_attn.q_proj.weight"),
-        (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
-        (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
-        (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
-        (QUANTISED, "stored quantised .bitsandbytes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("edit", "message"), [
+    (tensors(lambda found: {**found, Q.replace("q_", "x_"): torch.zeros(4, 32)}, WEIGHTS), "no part.*x_proj"),
+    (named(lambda key: key * (key != Q), WEIGHTS), "has no weights, or NaN, for model.layers.0.self_attn.q_proj"),
+    (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
+     "has no weight for model.layers.1.self_attn.q_proj.weight"),
+    (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
+    (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
+    (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
+    (QUANTISED, "stored quantised .bitsandbytes"),
+])  # fmt: skip
 def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     base, adapter = saved(max_shard_size="1GB", modules_to_save=["lm_head"])
     edit(tmp_path)

@@ -18,18 +18,11 @@ from tests.run.crash import before, config_of, kill, run, trained
 
 NEW = {"auto_resume_from_checkpoints": False}
 FOREIGN = {
-    "README.md": "# My project",
-    "vocab.json": "{}",
-    "train.log": "log of the user",
-    "my_rewards.py": "print()",
-    ".git/config": "[core]",
-    "data/rows.jsonl": "{}",
-    "runs/1/events": "of a tracker",
-    "previous/notes.txt": "mine",
-    "checkpoint-best/model.safetensors": "weights",
-    "checkpoint-best-2/model.safetensors": "weights",
+    "README.md": "# My project", "vocab.json": "{}", "train.log": "log of the user", "my_rewards.py": "print()",
+    ".git/config": "[core]", "data/rows.jsonl": "{}", "runs/1/events": "of a tracker", "previous/notes.txt": "mine",
+    "checkpoint-best/model.safetensors": "weights", "checkpoint-best-2/model.safetensors": "weights",
     "config.json": "{}",  # an adapter has none
-}
+}  # fmt: skip
 
 
 def contents(folder):

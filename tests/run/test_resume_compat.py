@@ -139,25 +139,22 @@ EPSILON = of_file("model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps":
 PREFIX = of_file("model/tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
 
 
-@pytest.mark.parametrize(
-    ("changes", "act", "expected"),
-    [
-        ({}, of_model(one_value), ["other weights of base_model: model. The trained weights come from the checkpoint"]),
-        ({}, of_model(one_value, "reward"), ["another model in the folder of trl.reward_funcs: ./reward"]),
-        ({}, EPSILON, ["config.json: rms_norm_eps: 1e-05 instead of 1e-06"]),
-        ({}, PREFIX, ["other contents of the tokenizer's files: tokenizer.json"]),
-        ({}, of_file("template.jinja", "[0]", "[1]"), ["chat_template: another text of template.jinja"]),
-        ({}, of_file("own_parts.py", "1.0", "2.0"), ["other code in own_parts. It applies from here on"]),
-        ({}, of_file("rows.jsonl", "one", "two"), [
-            "other contents of datasets: rows.jsonl. Training continues after the same number", "test_datasets: rows"]),
-        (OF_TRL, of_model(one_value), [
-            "trl.beta: 0.1 instead of null. It applies from here on, without effect on earlier steps",
-            "trl.temperature: 1.0 instead of 0.7", "other weights of base_model"]),
-        ({"seed": 7, "sequence_len": 99}, NOTHING, ["seed: 7 instead", "sequence_len: 99"]),
-        ({"metric_for_best_model": "loss"}, NOTHING, ["metric_for_best_model: loss instead of null"]),
-        ({}, NOTHING, ["16 rows per step instead of 8 (2 processes instead of 1, micro_batch_size: 1"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "act", "expected"), [
+    ({}, of_model(one_value), ["other weights of base_model: model. The trained weights come from the checkpoint"]),
+    ({}, of_model(one_value, "reward"), ["another model in the folder of trl.reward_funcs: ./reward"]),
+    ({}, EPSILON, ["config.json: rms_norm_eps: 1e-05 instead of 1e-06"]),
+    ({}, PREFIX, ["other contents of the tokenizer's files: tokenizer.json"]),
+    ({}, of_file("template.jinja", "[0]", "[1]"), ["chat_template: another text of template.jinja"]),
+    ({}, of_file("own_parts.py", "1.0", "2.0"), ["other code in own_parts. It applies from here on"]),
+    ({}, of_file("rows.jsonl", "one", "two"), [
+        "other contents of datasets: rows.jsonl. Training continues after the same number", "test_datasets: rows"]),
+    (OF_TRL, of_model(one_value), [
+        "trl.beta: 0.1 instead of null. It applies from here on, without effect on earlier steps",
+        "trl.temperature: 1.0 instead of 0.7", "other weights of base_model"]),
+    ({"seed": 7, "sequence_len": 99}, NOTHING, ["seed: 7 instead", "sequence_len: 99"]),
+    ({"metric_for_best_model": "loss"}, NOTHING, ["metric_for_best_model: loss instead of null"]),
+    ({}, NOTHING, ["16 rows per step instead of 8 (2 processes instead of 1, micro_batch_size: 1"]),
+])  # fmt: skip
 def test_each_change_is_a_line(lines, changes, act, expected):
     found = lines(changes, act, processes=2 if "rows per step" in expected[0] else 1)
     assert len(found) == len(expected), found
@@ -189,15 +186,10 @@ FREE |= {"hub_model_id": "a/b", "wandb_project": "x", "use_ray": True, "gradient
 VERSION = of_file("model/config.json", '"transformers_version": "', '"transformers_version": "1')
 
 
-@pytest.mark.parametrize(
-    ("changes", "act"),
-    [
-        (MOVED, move),
-        ({**FREE, "dataloader_num_workers": 1}, NOTHING),
-        ({}, VERSION),
-        ({"micro_batch_size": 4}, NOTHING),
-    ],
-)
+@pytest.mark.parametrize(("changes", "act"), [
+    (MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION),
+    ({"micro_batch_size": 4}, NOTHING),
+])  # fmt: skip
 def test_what_may_change_gives_no_line(lines, changes, act):
     assert lines(changes, act) == []
 
