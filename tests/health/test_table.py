@@ -52,10 +52,8 @@ calm = noisy(1.79, 0.02, 10)
 sure = noisy(2, 0.1, 10)
 no_rewards = {"frac_reward_zero_std": [1.0] * 25, "grad_norm": [0.0] * 25}
 some_rewards = {"frac_reward_zero_std": [1.0, 1.0, 1.0, 0.5] * 10, "grad_norm": [0.0, 0.0, 0.0, 0.3] * 10}
-overfits, does_not = (
-    {"eval_ce_loss": evaluated(*values), "loss": falling_loss}
-    for values in ((2.0, 2.05, 2.1, 2.2), (2.0, 1.95, 2.0, 1.99))
-)
+with_loss = lambda *values: {"eval_ce_loss": evaluated(*values), "loss": falling_loss}
+overfits, does_not = with_loss(2.0, 2.05, 2.1, 2.2), with_loss(2.0, 1.95, 2.0, 1.99)
 DRIFT, RATIO = "sampling__sampling_logp_difference__mean", "sampling__importance_sampling_ratio__min"
 still_near = {DRIFT: noisy(0.05, 0.01), RATIO: [0.005] * 40}
 as_long = {"completions__mean_length": lengths}

@@ -1,7 +1,4 @@
-"""`ebft train` with use_ray: the numbers of two processes, restarts after a killed worker, signals, and one error.
-
-Each test starts a local Ray, and `make test-ray` runs them in an environment that has it.
-"""
+"""`ebft train` with use_ray, in the environment of `make test-ray`: numbers of two processes, restarts, signals."""
 
 import asyncio
 import json

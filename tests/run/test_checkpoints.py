@@ -33,10 +33,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """`checkpoint(step, *files)`: the folder of a complete checkpoint in `tmp_path`, with these small files.
-
-    It has weights in any case, and the other parts of a training state if one of the files is an optimizer's.
-    """
+    """`checkpoint(step, *files)`: a complete one with these files, weights, and with an optimizer's its whole state."""
 
     def save(step, *files):
         folder = tmp_path / f"checkpoint-{step}"
@@ -98,17 +95,8 @@ def test_optimizer_state_may_be_sharded(make, checkpoint, file):
         resumed(make(resume_from_checkpoint=newest))
 
 
-def cut(content):
-    return content[:-5]
-
-
-def flip(content):
-    """One bit of the last tensor is another."""
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
-def forget(content):
-    return b"{}"
+cut, forget = lambda content: content[:-5], lambda content: b"{}"
+flip = lambda content: content[:-1] + bytes([content[-1] ^ 1])  # a bit of the last tensor
 
 
 @pytest.mark.parametrize(("damage", "name", "problem"), [

@@ -14,6 +14,7 @@ from ebft.monitor.run_files import set_aside
 from ebft.run.checks import check_runnable
 from ebft.run.output import _publish, claim, final_step, listed
 from ebft.run_files import CARD, HEALTH, METRICS, RUN, START, read_run
+from tests.monitor.test_run_files import steps_with_a_loss
 from tests.run.crash import before, config_of, kill, run, trained
 
 NEW = {"auto_resume_from_checkpoints": False}
@@ -155,11 +156,6 @@ PLAIN = {"eval_steps": None, "val_set_size": 0}
 
 def checkpoints(folder):
     return {path.name for path in folder.glob("checkpoint-*")}
-
-
-def steps_with_a_loss(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["step"] for row in rows if "loss" in row]
 
 
 @pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])

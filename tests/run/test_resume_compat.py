@@ -17,22 +17,13 @@ from ebft.run import resume_compat
 from ebft.run.config.schema import RunConfig
 from ebft.run.resume_compat import NOT_COMPARED, optimizer_keys, run_record, warn_of_changes, write_run_keys
 from tests.run.crash import config_of
+from tests.run.prepared.test_key import changed
 
 SELECT = ("rl", "ebft.mode", "reward_model", "process_reward_model")
 ELSEWHERE = {*resume_compat.FIXED, *resume_compat.OF_OPTIMIZER, "lr_groups", "embedding_lr", "embedding_lr_scale"}
 ELSEWHERE |= {"loraplus_lr_ratio", "loraplus_lr_embedding"}
 FAMILIES = ("sft", "stream", "strided", "structured_full", "grpo", "dpo", "kto", "orpo", "simpo", "reward_model")
 URL = "https://example.com/reward?token=abcdefgh"
-
-
-def with_value(config, key, value):
-    changed = config.model_copy(deep=True)
-    *path, name = key.split(".")
-    section = changed
-    for part in path:
-        section = getattr(section, part)
-    setattr(section, name, value)
-    return changed
 
 
 @pytest.mark.first(3)
@@ -51,7 +42,7 @@ def test_every_key_is_compared_or_listed_with_a_reason(family):
     known = {key for key, _ in flat_settings(config)}
     assert NOT_COMPARED.keys() <= known | {key.partition(".")[0] for key in known}
     for key in keys:
-        now = all_of(with_value(config, key, "another"))
+        now = all_of(changed(config, key, "another"))
         differs = any(name in before and before[name] != now[name] for name in now)
         of_adapter = key in resume_compat.FIXED and key.startswith(("lora_", "peft_"))
         unread = key.partition(".")[0] in idle or (config.adapter is None and of_adapter)
@@ -187,8 +178,7 @@ VERSION = of_file("model/config.json", '"transformers_version": "', '"transforme
 
 
 @pytest.mark.parametrize(("changes", "act"), [
-    (MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION),
-    ({"micro_batch_size": 4}, NOTHING),
+    (MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION), ({"micro_batch_size": 4}, NOTHING),
 ])  # fmt: skip
 def test_what_may_change_gives_no_line(lines, changes, act):
     assert lines(changes, act) == []

@@ -144,10 +144,7 @@ def on_cpu():
 
 
 def start_deepspeed():
-    """Start DeepSpeed with a process group, without which accelerate lets every process be the only one on CPU.
-
-    `ebft train` therefore refuses it there.
-    """
+    """Start DeepSpeed with a process group, without which each process would be the only one: refused on CPU."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # an extension, which takes a compiler minutes
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
