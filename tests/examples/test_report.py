@@ -44,9 +44,7 @@ def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():
     before, after = ([metrics(loss) for loss in of_groups] for of_groups in losses.values())
     found = {name: (change, error) for name, change, error in report.mean_changes(before, after)}
 
-    def perplexity(of_groups):
-        return math.exp(sum(of_groups) / len(of_groups))
-
+    perplexity = lambda of_groups: math.exp(sum(of_groups) / len(of_groups))
     change = perplexity(losses["after"]) - perplexity(losses["before"])
     assert found["perplexity"][0] == pytest.approx(change)
     assert report.means(after)["perplexity"] - report.means(before)["perplexity"] == pytest.approx(change)

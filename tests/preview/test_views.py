@@ -126,11 +126,9 @@ def test_the_roles_of_reward_rows(tokenizer):
 
 
 TALK = {
-    "prompt": [{"role": "user", "content": "hi"}],
-    "ground_truth": "<think>q</think>ab",
-    "remaining_turns": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}],
-    "level": 3,
-}
+    "prompt": [{"role": "user", "content": "hi"}], "ground_truth": "<think>q</think>ab",
+    "remaining_turns": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}], "level": 3,
+}  # fmt: skip
 
 
 def test_a_conversation_in_structured_mode(tokenizer):

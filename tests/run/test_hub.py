@@ -78,11 +78,9 @@ def local_paths(files):
 
 
 METHODS = {
-    "structured_reference": {*ADAPTER, "generation_config.json"},
-    "grpo": {*ADAPTER, "generation_config.json"},
-    "dpo": ADAPTER,
-    "sft_full": WEIGHTS,
-}
+    "structured_reference": {*ADAPTER, "generation_config.json"}, "grpo": {*ADAPTER, "generation_config.json"},
+    "dpo": ADAPTER, "sft_full": WEIGHTS,
+}  # fmt: skip
 FAST = ("sft_full", "grpo")
 
 

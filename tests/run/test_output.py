@@ -152,10 +152,7 @@ def test_a_folder_that_is_read_as_data_is_refused(inputs, tmp_path):
 
 MISSING = [{"path": "/no.jsonl", "type": "completion"}]
 PLAIN = {"eval_steps": None, "val_set_size": 0}
-
-
-def checkpoints(folder):
-    return {path.name for path in folder.glob("checkpoint-*")}
+checkpoints = lambda folder: {path.name for path in folder.glob("checkpoint-*")}
 
 
 @pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])

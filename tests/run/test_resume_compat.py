@@ -13,14 +13,14 @@ from transformers import AutoTokenizer
 
 from ebft.config.section import flat_settings
 from ebft.methods.method import foreign_keys
-from ebft.run import resume_compat
+from ebft.run import resume_compat as compat
 from ebft.run.config.schema import RunConfig
 from ebft.run.resume_compat import NOT_COMPARED, optimizer_keys, run_record, warn_of_changes, write_run_keys
 from tests.run.crash import config_of
 from tests.run.prepared.test_key import changed
 
 SELECT = ("rl", "ebft.mode", "reward_model", "process_reward_model")
-ELSEWHERE = {*resume_compat.FIXED, *resume_compat.OF_OPTIMIZER, "lr_groups", "embedding_lr", "embedding_lr_scale"}
+ELSEWHERE = {*compat.FIXED, *compat.OF_OPTIMIZER, "lr_groups", "embedding_lr", "embedding_lr_scale"}
 ELSEWHERE |= {"loraplus_lr_ratio", "loraplus_lr_embedding"}
 FAMILIES = ("sft", "stream", "strided", "structured_full", "grpo", "dpo", "kto", "orpo", "simpo", "reward_model")
 URL = "https://example.com/reward?token=abcdefgh"
@@ -32,9 +32,7 @@ URL = "https://example.com/reward?token=abcdefgh"
 def test_every_key_is_compared_or_listed_with_a_reason(family):
     """A key that changes gives a line, unless it is listed, or not read by the method."""
     config = config_of(family, Path("inputs"), Path("out"))
-    all_of = lambda each: (
-        resume_compat.run_keys(each) | resume_compat.compared_settings(each, False) | optimizer_keys(each, None)
-    )
+    all_of = lambda each: compat.run_keys(each) | compat.compared_settings(each, False) | optimizer_keys(each, None)
     before, idle = all_of(config), foreign_keys(config) | {"ebft", "trl", "vllm", "bf16"}
     idle -= {"structured_full": {"ebft", "trl"}, "grpo": {"ebft", "trl"}, "strided": {"ebft"}}.get(family, set())
     keys = [key for key, _ in flat_settings(config) if key not in (*SELECT, "base_model", "gguf_file")]
@@ -44,7 +42,7 @@ def test_every_key_is_compared_or_listed_with_a_reason(family):
     for key in keys:
         now = all_of(changed(config, key, "another"))
         differs = any(name in before and before[name] != now[name] for name in now)
-        of_adapter = key in resume_compat.FIXED and key.startswith(("lora_", "peft_"))
+        of_adapter = key in compat.FIXED and key.startswith(("lora_", "peft_"))
         unread = key.partition(".")[0] in idle or (config.adapter is None and of_adapter)
         unread |= config.adapter is not None and key == "unfrozen_parameters"
         listed = key in NOT_COMPARED or key.partition(".")[0] in NOT_COMPARED
@@ -177,9 +175,9 @@ FREE |= {"hub_model_id": "a/b", "wandb_project": "x", "use_ray": True, "gradient
 VERSION = of_file("model/config.json", '"transformers_version": "', '"transformers_version": "1')
 
 
-@pytest.mark.parametrize(("changes", "act"), [
-    (MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION), ({"micro_batch_size": 4}, NOTHING),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, act", [(MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION)]
+)
 def test_what_may_change_gives_no_line(lines, changes, act):
     assert lines(changes, act) == []
 
@@ -191,7 +189,7 @@ def test_a_finished_run_and_a_sweep(inputs, lines):
         f"No effect: learning_rate: 0.1 instead of 1e-05. The run of {folder} is complete.",
     ]
     for key, value in {"max_steps": 3, **changes}.items():  # a sweep starts runs with other settings again
-        assert resume_compat.has_other_settings(record({key: value})[0], folder) is (key in changes)
+        assert compat.has_other_settings(record({key: value})[0], folder) is (key in changes)
 
 
 def test_secrets_are_not_stored_and_long_values_are_shortened(inputs, lines):

@@ -29,12 +29,10 @@ BEST = {"load_best_model_at_end": True, "greater_is_better": True}
 REWARDED = {**TRL, "max_completion_length": 8, "beta": 0.1, "reward_funcs": ["tests.run.test_sharded.reward"]}
 RUNS = {
     "sft": ("sft_full", {**BEST, "save_steps": 1, "save_total_limit": 3, "eval_steps": 1}),
-    "sft, packed": ("sft_packed", {"eval_steps": 1}),
-    "strided": ("strided_full", {}),
-    "strided, adapter": ("strided", {}),
-    "structured": ("structured_full", {}),
+    "sft, packed": ("sft_packed", {"eval_steps": 1}), "strided": ("strided_full", {}),
+    "strided, adapter": ("strided", {}), "structured": ("structured_full", {}),
     "grpo": ("grpo_synced_reference", {"trl": REWARDED}),
-}
+}  # fmt: skip
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 OTHERS = {
     "structured, sampled": ("structured_full", {"gradient_checkpointing": True, "eval_steps": 1}),
