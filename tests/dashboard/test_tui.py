@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import time
-from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -135,12 +134,21 @@ def test_files_that_grow_break_vanish_and_start_again(run):
     assert str(rollouts(live.newest(), 80, live.config)) == "No rollouts yet: waiting for the first step."
 
 
+class Process:
+    """A training process as the dashboard sees it."""
+
+    pid, interrupts, is_running = 1, 0, lambda self: True
+
+    def interrupt(self):
+        self.interrupts += 1
+
+
 @pytest.mark.parametrize(
     ("keys", "result", "interrupts"),
     [(["q", "c", "q", "l"], "left", 0), (["q", "s"], None, 1), (["ctrl+c", "ctrl+c"], None, 2)],
 )
 def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrupts):
-    process = Mock(pid=1)
+    process = Process()
 
     async def body(app, pilot):
         await shows(app, pilot, "63/100", "Stop")
@@ -149,11 +157,11 @@ def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrup
         for key in keys:
             await pilot.press(key)
             await asyncio.sleep(0.1)
-            if count := process.interrupt.call_count:
-                await shows(app, pilot, "Stopping, with a" if count == 1 else "Stopping immediately.")
+            if process.interrupts:
+                await shows(app, pilot, "Stopping, with a" if process.interrupts == 1 else "Stopping immediately.")
         if result is None:
-            process.is_running.return_value = False
+            process.is_running = lambda: False
             await pilot.press("q")
 
     app = dashboard(run, body, make=TrainingDashboard, training=process)
-    assert app.return_value == (result or "closed") and process.interrupt.call_count == interrupts
+    assert app.return_value == (result or "closed") and process.interrupts == interrupts

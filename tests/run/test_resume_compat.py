@@ -173,11 +173,10 @@ MOVED |= {"trl": {**KEYS["trl"], "reward_funcs": ["own_rewards.score", "./moved/
 FREE = {"max_steps": 9, "num_epochs": 3, "micro_batch_size": 4, "logging_steps": 7, "save_steps": 5, "eval_steps": 2}
 FREE |= {"hub_model_id": "a/b", "wandb_project": "x", "use_ray": True, "gradient_checkpointing": True}
 VERSION = of_file("model/config.json", '"transformers_version": "', '"transformers_version": "1')
+MAY_CHANGE = [(MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION)]
 
 
-@pytest.mark.parametrize(
-    "changes, act", [(MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION)]
-)
+@pytest.mark.parametrize(("changes", "act"), MAY_CHANGE)
 def test_what_may_change_gives_no_line(lines, changes, act):
     assert lines(changes, act) == []
 
