@@ -53,8 +53,7 @@ def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
     ("config --check run.yaml --datasets.0.split test --bf16 --no-tf32", 0, ["'test'", "bf16: True", "tf32: False"]),
     ("config --check run.yaml --no-bf16 true", 2, ["has no value. Write --no-bf16 alone, or --bf16 VALUE."]),
     ("config --check run.yaml --stride 4", 2, ["'--stride'. Did you mean --ebft.stride?"]),
-    ("train run.yaml learning_rte=1", 2, ["'learning_rate'", "^Error: "]),
-    ("--show-completion bash", 0, ["complete"]),
+    ("train run.yaml learning_rte=1", 2, ["'learning_rate'", "^Error: "]), ("--show-completion bash", 0, ["complete"]),
 ])  # fmt: skip
 def test_what_commands_say(ebft, good, monkeypatch, arguments, code, texts):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the tests may run without a shell

@@ -36,13 +36,11 @@ report_to: none
 bf16: true
 attn_implementation: sdpa
 """
+TRL = "trl: {loss_type: dapo, reward_funcs: [feature_matching]}\n"
 METHODS = {
     "sft": ("chat_template", "torch_compile: true\ntorch_compile_mode: default\n"),
     "dpo": ("chat_template.default", "rl: dpo\ndpo_loss_type: [sigmoid, sft]\n"),
-    "grpo": (
-        "ebft_chat_multiturn.transform",
-        "rl: grpo\nmicro_batch_size: 8\ntrl: {loss_type: dapo, reward_funcs: [feature_matching]}\n",
-    ),
+    "grpo": ("ebft_chat_multiturn.transform", "rl: grpo\nmicro_batch_size: 8\n" + TRL),
 }
 
 

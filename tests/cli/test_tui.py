@@ -59,8 +59,7 @@ def test_what_has_no_dashboard(refused, run_file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("keys", "variables", "is_shown"), [
     (["tui=true"], {}, True), ([], {"EBFT_TUI": "1"}, True), ([], {}, False),
-    (["tui=true"], {"EBFT_TUI": "0", "AXOLOTL_TUI": "1"}, False),
-    (["--no-tui", "tui=true"], {"EBFT_TUI": "1"}, False),
+    (["tui=true"], {"EBFT_TUI": "0", "AXOLOTL_TUI": "1"}, False), (["--no-tui", "tui=true"], {"EBFT_TUI": "1"}, False),
     (["tui=true", "--dry-run"], {}, False), (["tui=true"], {"WORLD_SIZE": "1"}, False),
 ])  # fmt: skip
 def test_a_config_and_the_environment_start_the_dashboard(ebft, run_file, monkeypatch, keys, variables, is_shown):

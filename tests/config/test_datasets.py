@@ -22,8 +22,7 @@ def entry(make):
     ({"field_messages": "talk"}, "field", "talk"), ({"train_on_split": "test"}, "split", "test"),
     ({"train_on_eot": "all"}, "train_on_eos", "all"),
     ({"message_field_role": "from"}, "message_property_mappings", {"role": "from"}),
-    ({"type": "sharegpt"}, "type", "chat_template"),
-    ({"type": "alpaca_chat.load_qa"}, "type", "alpaca_chat.transform"),
+    ({"type": "sharegpt"}, "type", "chat_template"), ({"type": "alpaca_chat.load_qa"}, "type", "alpaca_chat.transform"),
     ({"type": {"field_output": "a"}}, "type", "user_defined"),
 ])  # fmt: skip
 def test_other_names(entry, given, key, value):

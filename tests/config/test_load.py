@@ -135,8 +135,7 @@ OVERRIDES = [
     ("x" * 5000, "key=value"), ("stride", "'stride': expected key=value", "ebft.stride=4"),
     ("--learning-rate=1e-4", "'--learning-rate'"), ("seed=[", "not valid YAML", "Quote it"),
     ("base_model.x=1", "cannot set 'x' in 'some/model'"),
-    ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"),
-    ("datasets.1.path=a", "type"),
+    ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"), ("datasets.1.path=a", "type"),
     ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"), ("stride=4", "'stride'", "'ebft.stride'"),
     ("unlike_anything=1", "Unknown key 'unlike_anything'", "Run `ebft config` to list all keys"),
     *((f"learning_rate={text}", "learning_rate") for text in ("1e400", ".nan", "1,5")),
@@ -161,7 +160,5 @@ def test_modules_are_also_found_in_the_folder_of_the_config(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     load_config("configs/run.yaml")
     found = [find_function("key", f"{name}.function") for name in ("only_beside_it", "in_both_places")]
-    assert [function.__code__.co_filename for function in found] == [
-        str(folder / "only_beside_it.py"),
-        str(tmp_path / "in_both_places.py"),
-    ]
+    expected = [str(folder / "only_beside_it.py"), str(tmp_path / "in_both_places.py")]
+    assert [function.__code__.co_filename for function in found] == expected

@@ -16,8 +16,6 @@ PROMPTS = {"datasets": [{"path": "some/rows", "type": "ebft_opencode.transform"}
 VLLM = {**PROMPTS, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
 IGNORED_RATIO = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_min": 0.5}
 GRPO = {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}}
-
-
 PREFERENCES = {"datasets": [{"path": "a", "type": "chatml.intel"}], "micro_batch_size": 2}
 AXOLOTL = "axolotl.integrations."
 FOLDED = "datasets.type"  # begins a warning about transforms that stand in for others

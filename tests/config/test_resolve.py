@@ -12,8 +12,7 @@ from tests.config.test_messages import AXOLOTL, EXPERTS
       for flag, value in (("flash_attention", "flash_attention_2"), ("flex_attention", "flex_attention"),
                           ("sdp_attention", "sdpa"), ("eager_attention", "eager"))
       for more in ({}, {"attn_implementation": value})),
-    ({"flash_attention": False}, None),
-    ({"flash_attention": False, "flex_attention": True}, "flex_attention"),
+    ({"flash_attention": False}, None), ({"flash_attention": False, "flex_attention": True}, "flex_attention"),
     ({"attn_implementation": "flex"}, "flex_attention"),
     ({"attn_implementation": "kernels-community/flash-attn2"}, "kernels-community/flash-attn2"),
 ])  # fmt: skip

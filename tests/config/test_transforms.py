@@ -22,9 +22,7 @@ def test_built_in_transforms_fit_their_modes(make):
                 check_transform(name, make(**keys).required_rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "section"), [(name, "datasets") for name in TWINS] + [("ebft_opencode", "test_datasets")]
-)
+@pytest.mark.parametrize("name, section", [(name, "datasets") for name in TWINS] + [("ebft_opencode", "test_datasets")])
 def test_a_counterpart_stands_in_with_one_warning(make, name, section):
     (given,) = TRANSFORMS[built_in(name)].rows
     for keys in MODES["prompts" if given == "tokens" else "tokens"]:

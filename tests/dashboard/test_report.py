@@ -43,19 +43,16 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def write_files(folder, steps):
-    """All files of a run that has ended."""
-    write_run(folder, "finished", step=steps)
-    append(folder / "metrics.jsonl", *(log_line(step) for step in range(1, steps + 1)))
-    append(folder / "metrics.jsonl", held_out_line(steps // 2, 0.3), held_out_line(steps, 0.2))
-    append(folder / "rollouts.jsonl", *(strided_entry(step) for step in range(steps)))
-    append(folder / "health.jsonl", {"time": 1e9, "step": 4, "name": "grad_norm", "message": "High.", "remedy": "Do."})
-    return folder
-
-
 @pytest.fixture
 def run(tmp_path):
-    return write_files(tmp_path / "my <run>", steps=100)
+    """All files of a run that has ended."""
+    folder = tmp_path / "my <run>"
+    write_run(folder, "finished", step=100)
+    append(folder / "metrics.jsonl", *(log_line(step) for step in range(1, 101)))
+    append(folder / "metrics.jsonl", held_out_line(50, 0.3), held_out_line(100, 0.2))
+    append(folder / "rollouts.jsonl", *(strided_entry(step) for step in range(100)))
+    append(folder / "health.jsonl", {"time": 1e9, "step": 4, "name": "grad_norm", "message": "High.", "remedy": "Do."})
+    return folder
 
 
 def test_a_report_has_all_parts_and_nothing_external(run):

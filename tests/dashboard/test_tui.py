@@ -94,16 +94,12 @@ def shown(live):
     return capture.get()
 
 
-@pytest.mark.parametrize(
-    ("state", "changes", "texts"),
-    [
-        ("finished", {}, ["finished"]),
-        ("failed", {"error": "OSError: disk [full]"}, ["failed", "disk [full]"]),
-        ("running", {"pid": 2**22 + 1}, ["ended without a final state"]),
-        ("running", {"host": "elsewhere", "updated": 1.0}, ["no update for", "ETA"]),
-        ("\x1b]0;title\x07", {}, ["␛]0;title␇"]),
-    ],
-)
+@pytest.mark.parametrize(("state", "changes", "texts"), [
+    ("finished", {}, ["finished"]), ("failed", {"error": "OSError: disk [full]"}, ["failed", "disk [full]"]),
+    ("running", {"pid": 2**22 + 1}, ["ended without a final state"]),
+    ("running", {"host": "elsewhere", "updated": 1.0}, ["no update for", "ETA"]),
+    ("\x1b]0;title\x07", {}, ["␛]0;title␇"]),
+])  # fmt: skip
 def test_the_states_of_a_run(run, state, changes, texts):
     write_run(run, state, step=100, **changes)
     found = shown(LiveRun(run))
@@ -141,11 +137,7 @@ def test_files_that_grow_break_vanish_and_start_again(run):
 class Process:
     """A training process as the dashboard sees it."""
 
-    def __init__(self):
-        self.runs, self.interrupts, self.pid = True, 0, 1
-
-    def is_running(self):
-        return self.runs
+    pid, interrupts, is_running = 1, 0, lambda self: True
 
     def interrupt(self):
         self.interrupts += 1
@@ -168,7 +160,7 @@ def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrup
             if process.interrupts:
                 await shows(app, pilot, "Stopping, with a" if process.interrupts == 1 else "Stopping immediately.")
         if result is None:
-            process.runs = False
+            process.is_running = lambda: False
             await pilot.press("q")
 
     app = dashboard(run, body, make=TrainingDashboard, training=process)

@@ -61,8 +61,7 @@ def test_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, phases", [
-    ("strided_full", ["rollouts", "features"]),
-    ("structured_cross_entropy", ["rollouts", "rewards and features"]),
+    ("strided_full", ["rollouts", "features"]), ("structured_cross_entropy", ["rollouts", "rewards and features"]),
     ("sft", []),
 ])  # fmt: skip
 def test_one_step_of_every_method(doctor, tmp_path, name, phases):
@@ -73,9 +72,8 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
     for phase in [*MODELS, *phases]:
         assert re.search(r"[1-9]\d* MiB|[\d.]+ GiB", found["ok", f"peak memory, {phase}"]), phase
     assert re.search("MiB in [a-z]|GiB in [a-z]", found["ok", "peak memory"]) and "rows" in found["ok", "data"]
-    assert re.match(
-        r"[\d.e-]+ s per step on the longest rows, .*; \d+\w+ for [\d,]+ steps? at this", found["ok", "time"]
-    ), found
+    said = r"[\d.e-]+ s per step on the longest rows, .*; \d+\w+ for [\d,]+ steps? at this"
+    assert re.match(said, found["ok", "time"]), found
     assert re.search(r"the longest has [\d,]+ tokens", found["ok", "data"])
     assert sorted(tmp_path.rglob("*")) == before, "the doctor leaves no files"
 
@@ -174,13 +172,6 @@ def test_parts_of_the_peak_add_up_and_activations_of_a_single_pass_are_kept(tmp_
 LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
 
 
-def savings(needs, phase):
-    """The lines of the advice."""
-    first, *lines = advice(needs, phase).split("\n  - ")
-    assert first == (" To lower it:" if lines else "")
-    return lines
-
-
 BATCH = ["micro_batch", "tokens_per_pass", "n_samples"]
 
 
@@ -191,7 +182,8 @@ BATCH = ["micro_batch", "tokens_per_pass", "n_samples"]
     ("sft", "loss and backward", ["micro_batch", "checkpointing", "sequence_len: 50"], ["n_samples", "max_compl"]),
 ])  # fmt: skip
 def test_savings_lower_the_phase_of_the_peak(tmp_path, name, phase, listed, left_out):
-    found = savings(needs_of(write_inputs(name, tmp_path)), phase)
+    first, *found = advice(needs_of(write_inputs(name, tmp_path)), phase).split("\n  - ")
+    assert first == " To lower it:"
     assert all(any(part in line for line in found) for part in listed), found
     assert not any(part in line for part in left_out for line in found), found
     assert all("saves about" in line for line in found)

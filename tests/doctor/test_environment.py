@@ -29,11 +29,6 @@ def test_a_config_adds_the_interpreter_of_vllm(ebft, tmp_path):
 
 
 def test_secrets_are_hidden():
-    for name, value, shown in (
-        ("HF_TOKEN", "x", "(set, not shown)"),
-        ("HF_TOKEN", "", "(empty)"),
-        ("VLLM_MAX_TOKENS", "100", "100"),
-        ("HTTPS_PROXY", "http://user:secret@proxy:80", "http://(removed)@proxy:80"),
-        ("HF_ENDPOINT", "https://hub/hf_abcdefghijklmn", "https://hub/(removed)"),
-    ):
-        assert relevant_variables({name: value, "HOME": "/root"}) == {name: shown}
+    given = {"HF_TOKEN": "", "VLLM_MAX_TOKENS": "100", "HTTPS_PROXY": "http://a:secret@proxy:80", "HOME": "/root"}
+    shown = {"HF_TOKEN": "(empty)", "VLLM_MAX_TOKENS": "100", "HTTPS_PROXY": "http://(removed)@proxy:80"}
+    assert relevant_variables(given) == shown

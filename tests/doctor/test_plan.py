@@ -57,12 +57,6 @@ def config_of(name, folder, shape="tiny", **keys):
     return RunConfig.from_dict({**COMMON, "bf16": False, **of_method, **inputs, **keys})
 
 
-def request_of(config):
-    tokenizer, model_config = load_tokenizer(config), load_model_config(config)
-    rows, _ = arranged(config, run_rows(config, tokenizer), model_config)
-    return Request(config, model_config, rows=rows, tokenizer=tokenizer, on_gpu=False)
-
-
 def measured(config):
     """FLOPs and peak bytes of the third step, from PyTorch's counters."""
     step = MeasureStep()
@@ -77,11 +71,9 @@ def measured(config):
 
 
 @pytest.mark.parametrize("name, shape", [
-    ("SFT", "tiny"),
-    pytest.param("strided LoRA", "tiny", marks=pytest.mark.slow),
+    ("SFT", "tiny"), pytest.param("strided LoRA", "tiny", marks=pytest.mark.slow),
     pytest.param("structured LoRA", "tiny", marks=pytest.mark.slow),
-    pytest.param("DPO LoRA", "tiny", marks=pytest.mark.slow),
-    pytest.param("strided", "medium", marks=pytest.mark.slow),
+    pytest.param("DPO LoRA", "tiny", marks=pytest.mark.slow), pytest.param("strided", "medium", marks=pytest.mark.slow),
     pytest.param("structured LoRA", "medium", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
@@ -89,7 +81,9 @@ def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
     one_row = {"micro_batch_size": 1} if (name, shape) == ("strided", "medium") else {}  # which takes a minute
     config = config_of(name, tmp_path, shape, **one_row)
     config = changed(config, AS_ON_CPU if config.method.samples_blocks else {})
-    plan = planner(request_of(config))
+    tokenizer, model_config = load_tokenizer(config), load_model_config(config)
+    rows, _ = arranged(config, run_rows(config, tokenizer), model_config)
+    plan = planner(Request(config, model_config, rows=rows, tokenizer=tokenizer, on_gpu=False))
     assert not isinstance(plan, str), plan
     cost = measured(config)
     peak = max(use.peak for phase, use in plan.phases.items() if phase not in BEFORE)
@@ -114,9 +108,8 @@ def test_what_stays_in_memory_depends_on_the_keys(planner, tmp_path):
     assert before.parameters == before.trained
     assert before.phases["model"].peak == pytest.approx(4 * before.parameters, rel=0.02)
     assert in_update(before) == pytest.approx(16 * before.trained, rel=0.05)  # weights, gradients, two states
-    assert in_update(before) - in_update(plan(optimizer="adamw_bnb_8bit")) == pytest.approx(
-        6 * before.trained, rel=0.02
-    )
+    saved = in_update(before) - in_update(plan(optimizer="adamw_bnb_8bit"))
+    assert saved == pytest.approx(6 * before.trained, rel=0.02)
     lora, quantised = plan(**LORA), plan(**LORA | {"adapter": "qlora", "load_in_4bit": True})
     assert lora.trained < lora.parameters / 5 and in_update(lora) < in_update(before) / 2
     assert quantised.phases["model"].peak < lora.phases["model"].peak and in_update(quantised) < in_update(lora)
@@ -184,17 +177,14 @@ def test_a_step_that_fits_has_a_floor_of_time(doctor, tmp_path):
     assert phases[-2:] == ["peak memory, loss and backward", "peak memory, optimizer"]
 
 
-def plan_of(total, **keys):
-    use = Use(peak=total, elsewhere=0, kernels=1.0, flops=1e12, moved=1e9, flops_elsewhere=keys.pop("elsewhere", 0.0))
-    return StepPlan(phases={STEP: use}, parameters=1, trained=1)
-
-
 @pytest.mark.parametrize("total, level", [(0.91, "warning"), (0.89, "ok")])
 def test_a_step_that_leaves_little_of_the_room_is_a_warning(tmp_path, total, level):
     """As without a card: more than 90% of the room may not fit with fragments or other rows."""
     config = config_of("SFT", tmp_path)
+    peak = int(total * 78.1 * 2**30)
+    use = Use(peak=peak, elsewhere=0, kernels=1.0, flops=1e12, moved=1e9, flops_elsewhere=0.0)
     with patch.object(planning, "Planner") as planner:
-        planner.return_value.__enter__.return_value.return_value = plan_of(int(total * 78.1 * 2**30))
+        planner.return_value.__enter__.return_value.return_value = StepPlan({STEP: use}, parameters=1, trained=1)
         found = {check.name: check for check in planning.planned(config, "h100", known.CARDS["h100"])}
     assert found["memory"].level == level and ("tight" in found["memory"].message) == (level == "warning")
 

@@ -20,29 +20,19 @@ def models(tiny_llama_dir, tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
     tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(0)
-    move(model, 0.15)
-    model.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    move(model, 0.05)
-    model.save_pretrained(folder / "other")
-    tokenizer.save_pretrained(folder / "other")
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder / "base"),
-        LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"),
-    )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
+    for name, scale in (("base", 0.15), ("other", 0.05)):
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                weight.data.add_(torch.randn_like(weight) * scale)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1)
     adapted.save_pretrained(folder / "adapter")
     return folder
-
-
-def move(model, scale):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.add_(torch.randn_like(parameter) * scale)
 
 
 @pytest.fixture(scope="session")

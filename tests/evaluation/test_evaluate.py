@@ -72,9 +72,8 @@ def test_three_models_in_every_mode(kind, write_config, models, rows):
         model, metrics, documents = load(models, name), result["metrics"], result["per_document"]
         of_each = [cross_entropy(model, [sequence]) for sequence in sequences]
         parts = documents["ce_loss"]
-        assert [total / weight for total, weight in zip(parts["sum"], parts["weight"])] == pytest.approx(
-            of_each, abs=1e-4
-        )
+        means = [total / weight for total, weight in zip(parts["sum"], parts["weight"])]
+        assert means == pytest.approx(of_each, abs=1e-4)
         everything = cross_entropy(model, [(ids, 0) for ids, _ in sequences])
         assert metrics["ce_loss"] == pytest.approx(cross_entropy(model, sequences), abs=1e-4)
         assert metrics["ce_loss_all"] == pytest.approx(everything, abs=1e-4)
@@ -251,9 +250,8 @@ def test_a_ground_truth_beyond_the_models_positions_is_judged_by_metrics_alone(w
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = {"path": str(tmp_path / "long.jsonl"), "type": "tests.evaluation.metrics.prompt_rows"}
     settings = {"metrics": [LENGTH], "per_document": True}
-    (result,) = measured(
-        write_config("structured", **GRPO, test_datasets=[source], evaluation=settings), ["base"], models
-    )
+    path = write_config("structured", **GRPO, test_datasets=[source], evaluation=settings)
+    (result,) = measured(path, ["base"], models)
     found = {name: result["per_document"][name]["document"] for name in ("ce_loss", "cfm_loss", "length_pass@1")}
     assert found == {"ce_loss": [0], "cfm_loss": [0], "length_pass@1": [0, 1]}
 

@@ -5,22 +5,18 @@ from rich.console import Console
 
 from ebft.tools.evaluation.result import Evaluation, ModelResult
 
+DIFFERENCES = {"cfm_loss": [-0.0134, -0.0107], "alignment": [-0.01, 0.03], "diversity": [-0.2, -0.05]}
+DIFFERENCES |= {"cfm_loss_whitened": [-3.0, -1.0]}  # of a file of an earlier version
+
 
 def evaluation(documents=8, models=2, applied=8):
     first = ModelResult("runs/base", {"cfm_loss": 0.1, "cfm_loss_whitened": 3.0, "alignment": 1.7, "diversity": 1.6})
     second = ModelResult(
-        "runs/tuned",
-        {"cfm_loss": 0.0882, "cfm_loss_whitened": 1.0, "alignment": 1.71, "diversity": 1.5},
-        intervals={"cfm_loss": [0.07, 0.1]},
-        differences={"cfm_loss": -0.0118, "alignment": 0.01, "diversity": -0.1},
+        "runs/tuned", {"cfm_loss": 0.0882, "cfm_loss_whitened": 1.0, "alignment": 1.71, "diversity": 1.5},
+        intervals={"cfm_loss": [0.07, 0.1]}, differences={"cfm_loss": -0.0118, "alignment": 0.01, "diversity": -0.1},
         documents=dict.fromkeys(("cfm_loss", "alignment", "diversity", "cfm_loss_whitened"), applied),
-        difference_intervals={
-            "cfm_loss": [-0.0134, -0.0107],
-            "alignment": [-0.01, 0.03],
-            "diversity": [-0.2, -0.05],
-            "cfm_loss_whitened": [-3.0, -1.0],  # of a file of an earlier version
-        },
-    )
+        difference_intervals=DIFFERENCES,
+    )  # fmt: skip
     settings = {"documents": documents, "samples": 1, "temperature": 1.0}
     return Evaluation([first, second][:models], settings, {})
 

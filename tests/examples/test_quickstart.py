@@ -1,5 +1,4 @@
-"""The quickstarts as a user runs them, at the size of a test: SmolLM2's own path with a tiny random model in its place,
-and the one that needs no download."""
+"""The quickstarts as a user runs them, at the size of a test: SmolLM2's with a tiny random model, and the tiny one."""
 
 import json
 import os

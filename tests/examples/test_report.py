@@ -9,35 +9,27 @@ import pytest
 import torch
 from rich.console import Console
 
-from ebft.tools.quickstart.main import (
-    METRICS,
-    greedy_completions,
-    mean_changes,
-    means,
-    panels_of,
-    print_next_steps,
-    result_table,
-)
+from ebft.tools.quickstart import main as report
 from ebft.tools.quickstart.run import CONFIGS, Run, make_once, own_copy
 from tests.strided.families import tiny_model
 
 
 def test_curves_of_whitened_features_are_not_said_to_be_wanted_up_or_down():
     log = [{"step": 1, "ebft/alignment": 0.8}]
-    assert [metric for metric, title in panels_of(log, whitened=True) if "wanted" in title] == ["ebft/ce_loss"]
-    assert all("wanted" in title for _, title in panels_of(log, whitened=False))
-    assert panels_of([{"step": 1, "loss": 2.0}], whitened=True)[0] == ("loss", "cross-entropy (wanted: down)")
+    assert [metric for metric, title in report.panels_of(log, whitened=True) if "wanted" in title] == ["ebft/ce_loss"]
+    assert all("wanted" in title for _, title in report.panels_of(log, whitened=False))
+    assert report.panels_of([{"step": 1, "loss": 2.0}], whitened=True)[0] == ("loss", "cross-entropy (wanted: down)")
 
 
 def test_every_metric_has_a_direction_and_a_verdict_in_whole_lines():
-    before = [{name: 1.0 for name, _ in METRICS}, {name: 1.5 for name, _ in METRICS}]
-    after = [{name: 1.2 for name, _ in METRICS}, {name: 1.2 for name, _ in METRICS}]
+    before = [{name: 1.0 for name, _ in report.METRICS}, {name: 1.5 for name, _ in report.METRICS}]
+    after = [{name: 1.2 for name, _ in report.METRICS}, {name: 1.2 for name, _ in report.METRICS}]
     for groups, value in ((before, 1.0), (after, 1.3)):
         for number, group in enumerate(groups):
             group |= {"alignment": value + 0.01 * number, "diversity": value + 0.01 * number}
     after[1]["diversity"] += 0.01
     console = Console(width=80, record=True)
-    console.print(result_table(before, after))
+    console.print(report.result_table(before, after))
     lines = {line.split()[0]: line for line in console.export_text().splitlines() if line.strip()}
     verdict = ["down", "no", "change", "larger", "than", "its", "error"]
     assert lines["cfm_loss"].split() == ["cfm_loss", "1.25", "1.2", "-0.05", "±", "0.2", *verdict]
@@ -48,17 +40,14 @@ def test_every_metric_has_a_direction_and_a_verdict_in_whole_lines():
 
 def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():
     losses = {"before": [2.0, 2.5, 1.5, 2.25], "after": [1.75, 2.0, 1.5, 1.5]}
-    before, after = (
-        [{"ce_loss": loss, "perplexity": math.exp(loss)} for loss in of_groups] for of_groups in losses.values()
-    )
-    found = {name: (change, error) for name, change, error in mean_changes(before, after)}
+    metrics = lambda loss: {"ce_loss": loss, "perplexity": math.exp(loss)}
+    before, after = ([metrics(loss) for loss in of_groups] for of_groups in losses.values())
+    found = {name: (change, error) for name, change, error in report.mean_changes(before, after)}
 
-    def perplexity(of_groups):
-        return math.exp(sum(of_groups) / len(of_groups))
-
+    perplexity = lambda of_groups: math.exp(sum(of_groups) / len(of_groups))
     change = perplexity(losses["after"]) - perplexity(losses["before"])
     assert found["perplexity"][0] == pytest.approx(change)
-    assert means(after)["perplexity"] - means(before)["perplexity"] == pytest.approx(change)
+    assert report.means(after)["perplexity"] - report.means(before)["perplexity"] == pytest.approx(change)
     # The effect of each group, by finite differences.
     step, effects = 1e-6, []
     for i in range(4):
@@ -75,7 +64,7 @@ def test_completions_are_greedy_and_end_with_the_first_end_token():
     options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0}
     written = lambda ids, end: model.generate(torch.tensor([ids]), eos_token_id=end, **options)[0, len(ids) :].tolist()
     end = written(prompts[0], None)[3]
-    found = greedy_completions(model, SimpleNamespace(eos_token_id=end, pad_token_id=0, decode=list), prompts)
+    found = report.greedy_completions(model, SimpleNamespace(eos_token_id=end, pad_token_id=0, decode=list), prompts)
     assert found == [written(ids, end) for ids in prompts] and len(found[0]) <= 4 < len(found[1])
 
 
@@ -107,13 +96,14 @@ def test_files_that_were_not_written_are_not_listed(tmp_path, capsys):
     config_file = own_copy(CONFIGS / "smollm2.yaml", tmp_path)
     run = Run(config_file, [], groups=2)
     (tmp_path / "summary.json").write_text("{}")
-    print_next_steps(tmp_path, run, "def f():")
+    report.print_next_steps(tmp_path, run, "def f():")
     assert "Training curves" not in capsys.readouterr().out  # without matplotlib
     (tmp_path / "curves.png").write_text("")
-    print_next_steps(tmp_path, run, "def f():")
+    report.print_next_steps(tmp_path, run, "def f():")
     printed = capsys.readouterr().out
     assert "Training curves" in printed and "summary.json" in printed and "samples.txt" not in printed
     assert 'dtype="bfloat16")' in printed  # greedy completions depend on it
-    print_next_steps(tmp_path, Run(config_file, ["torch_dtype=float32", "base_model=my/model"], groups=2), "def f():")
+    run = Run(config_file, ["torch_dtype=float32", "base_model=my/model"], groups=2)
+    report.print_next_steps(tmp_path, run, "def f():")
     printed = capsys.readouterr().out
     assert 'dtype="float32")' in printed and "ebft init DATA --model my/model\n" in printed

@@ -29,19 +29,14 @@ TIED = {"tie_word_embeddings": True}
 VARIANTS = {
     "lora": (llama(), ["q_proj", "v_proj"], {}),
     "patterns": (llama(), "all-linear", {"rank_pattern": {"q_proj": 2}, "use_rslora": True}),
-    "dora": (llama(), "all-linear", {"use_dora": True}),
-    "embedding": (llama(), ["embed_tokens", "lm_head"], {}),
+    "dora": (llama(), "all-linear", {"use_dora": True}), "embedding": (llama(), ["embed_tokens", "lm_head"], {}),
     "tied_modules_to_save": (llama(**TIED), ["q_proj"], {"modules_to_save": ["lm_head"]}),
     "tied_saved_together": (
-        *(llama(**TIED), ["q_proj"]),
-        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    ),
-    "bias_all": (qwen2(), ["q_proj"], {"bias": "all"}),
-    "lora_bias": (qwen2(), ["q_proj"], {"lora_bias": True}),
-    "conv1d": (gpt2(), ["c_attn", "c_fc"], {}),
-    "experts": (mixtral(), ["q_proj"], {"target_parameters": EXPERTS}),
+        llama(**TIED), ["q_proj"], {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "bias_all": (qwen2(), ["q_proj"], {"bias": "all"}), "lora_bias": (qwen2(), ["q_proj"], {"lora_bias": True}),
+    "conv1d": (gpt2(), ["c_attn", "c_fc"], {}), "experts": (mixtral(), ["q_proj"], {"target_parameters": EXPERTS}),
     "experts_by_module_names": (mixtral(), ["w1", "w2", "w3"], {}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -59,10 +54,8 @@ def saved(tmp_path):
 def assert_equal(model, expected):
     own, other = model.state_dict(), expected.state_dict()
     assert own.keys() == other.keys()
-    different = [
-        name for name in own if own[name].dtype != other[name].dtype or not torch.equal(own[name], other[name])
-    ]
-    assert different == []
+    is_same = lambda mine, theirs: mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    assert [name for name in own if not is_same(own[name], other[name])] == []
 
 
 @pytest.mark.first(6)
@@ -103,9 +96,8 @@ def test_weights_in_mxfp4_become_bfloat16_in_shards_of_another_size(tmp_path):
 def test_an_adapter_of_a_text_model_is_merged_into_the_whole_model(kind, tmp_path):
     whole = save_multimodal(kind, tmp_path / "base")
     experts = ["experts.gate_up_proj", "experts.down_proj"] if kind == "gemma4" else None
-    adapted = get_peft_model(
-        pretrained_model(str(tmp_path / "base")), LoraConfig(target_modules=["q_proj"], target_parameters=experts)
-    )
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=experts)
+    adapted = get_peft_model(pretrained_model(str(tmp_path / "base")), lora)
     for name, weight in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(weight, std=0.2)
@@ -148,12 +140,11 @@ def test_the_result_from_pickles_is_that_from_safetensors(zipped, max_shard_size
     assert files[0] == files[1] and len(files[0]) > (2 if max_shard_size == "1GB" else 4)
 
 
-def killed_at_the_second(done, total):
-    if done == 2:
-        raise KeyboardInterrupt
-
-
 def test_an_interrupted_merge_continues(saved, tmp_path):
+    def killed_at_the_second(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
     base, adapter = saved(targets="all-linear")
     source, to = MergeSource(adapter, str(base)), tmp_path / "merged"
     with pytest.raises(KeyboardInterrupt):
@@ -172,24 +163,19 @@ def test_an_interrupted_merge_continues(saved, tmp_path):
 
 CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
 QUANTISED = settings("base/config.json", quantization_config={"quant_method": "bitsandbytes"})
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (tensors(lambda found: {**found, Q.replace("q_", "x_"): torch.zeros(4, 32)}, WEIGHTS), "no part.*x_proj"),
-        (named(lambda key: key * (key != Q), WEIGHTS), "has no weights, or NaN, for model.layers.0.self_attn.q_proj"),
-        (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
-         "has no weight for model.layers.1.self_attn.q_proj.weight"),
-        (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
-        (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
-        (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
-        (QUANTISED, "stored quantised .bitsandbytes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("edit", "message"), [
+    (tensors(lambda found: {**found, Q.replace("q_", "x_"): torch.zeros(4, 32)}, WEIGHTS), "no part.*x_proj"),
+    (named(lambda key: key * (key != Q), WEIGHTS), "has no weights, or NaN, for model.layers.0.self_attn.q_proj"),
+    (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
+     "has no weight for model.layers.1.self_attn.q_proj.weight"),
+    (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
+    (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
+    (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
+    (QUANTISED, "stored quantised .bitsandbytes"),
+])  # fmt: skip
 def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     base, adapter = saved(max_shard_size="1GB", modules_to_save=["lm_head"])
     edit(tmp_path)
@@ -198,20 +184,15 @@ def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-def quantising(bits, **keys):
-    return ModelSettings(base_model="base", load_in_4bit=bits == 4, load_in_8bit=bits == 8, **keys)
-
-
 PLAIN, FP4 = {"bnb_4bit_use_double_quant": False}, {"bnb_4bit_quant_type": "fp4"}
 
 
-@pytest.mark.parametrize(
-    ("bits", "experts", "kwargs"), [(8, False, {}), (4, True, {}), (4, False, FP4), (4, True, PLAIN)]
-)
+@pytest.mark.parametrize("bits, experts, kwargs", [(8, False, {}), (4, True, {}), (4, False, FP4), (4, True, PLAIN)])
 def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
     base, adapter = saved(mixtral(), target_parameters=EXPERTS) if experts else saved()
-    settings = quantising(bits, quantize_moe_experts=experts, bnb_config_kwargs=kwargs, torch_dtype="bfloat16")
+    keys = {"quantize_moe_experts": experts, "bnb_config_kwargs": kwargs, "torch_dtype": "bfloat16"}
+    settings = ModelSettings(base_model="base", load_in_4bit=bits == 4, load_in_8bit=bits == 8, **keys)
     merge_adapter(MergeSource(adapter, str(base), quantised=settings), tmp_path / "merged")
     options = {"quant_type": "fp4" if kwargs is FP4 else "nf4", "compress_statistics": kwargs is not PLAIN}
     expected = with_adapter(base, adapter)
@@ -267,9 +248,8 @@ def test_the_folder_of_a_run_on_quantised_weights_needs_its_config(saved):
 
 def test_safetensors_reads_what_is_written_in_any_order(tmp_path):
     """One tensor of each dtype, among them a scalar, an empty one and one that is not contiguous."""
-    tensors = {
-        name: (torch.arange(15).reshape(3, 5) % 2).to(dtype) for dtype, name in _NAMES.items() if "FNUZ" not in name
-    }
+    bits = torch.arange(15).reshape(3, 5) % 2
+    tensors = {name: bits.to(dtype) for dtype, name in _NAMES.items() if "FNUZ" not in name}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "transposed": torch.randn(4, 6).T}
     layout = {name: tensor.to("meta") for name, tensor in tensors.items()}
     write_tensors(tmp_path / "a.safetensors", layout, reversed(tensors.items()))

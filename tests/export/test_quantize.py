@@ -73,16 +73,13 @@ def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
 BOTH = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 8, "quantize_embedding": True}
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_right"),
-    [
-        ({"activation_dtype": "int8"}, lambda weight, _: weight.act_quant_kwargs is not None),
-        ({"group_size": 16}, lambda weight, _: list(weight.block_size) == [1, 16]),
-        ({"weight_dtype": "float8_e4m3fn"}, lambda weight, _: weight.qdata.dtype == torch.float8_e4m3fn),
-        ({"quantize_embedding": True}, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int8, [1, 32])),
-        (BOTH, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int4, [1, 8])),
-    ],
-)
+@pytest.mark.parametrize(("settings", "is_right"), [
+    ({"activation_dtype": "int8"}, lambda weight, _: weight.act_quant_kwargs is not None),
+    ({"group_size": 16}, lambda weight, _: list(weight.block_size) == [1, 16]),
+    ({"weight_dtype": "float8_e4m3fn"}, lambda weight, _: weight.qdata.dtype == torch.float8_e4m3fn),
+    ({"quantize_embedding": True}, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int8, [1, 32])),
+    (BOTH, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int4, [1, 8])),
+])  # fmt: skip
 def test_kinds_that_run_on_cpu(settings, is_right, tiny_llama_dir, text, tmp_path):
     """Each changes the perplexity of the written model a little."""
     to, sequences = tmp_path / "to", lambda tokenizer: text_sequences(text, tokenizer, 101)

@@ -92,14 +92,11 @@ def change_checked_part(folder):
     path.write_bytes(content[:-500] + bytes([content[-500] ^ 255]) + content[-499:])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (write(INDEX, pickle.dumps(print)), "builtins.print does not"),
-        (change_checked_part, r"distcp is damaged \(wrong checksum\)"),
-        (write("merged/mine", ""), "merged is not empty. Remove it, or choose another folder with --output"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (write(INDEX, pickle.dumps(print)), "builtins.print does not"),
+    (change_checked_part, r"distcp is damaged \(wrong checksum\)"),
+    (write("merged/mine", ""), "merged is not empty. Remove it, or choose another folder with --output"),
+])  # fmt: skip
 def test_what_cannot_be_merged_says_why(parts, change, message):
     change(parts)
     with pytest.raises((ModelError, OSError, RuntimeError, pickle.UnpicklingError), match=message):

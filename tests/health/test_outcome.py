@@ -43,40 +43,34 @@ def case(log, *present, absent="(nothing)", **options):
     return log, options, present, absent
 
 
-@pytest.mark.parametrize(
-    ("log", "options", "present", "absent"),
-    [
-        case(LEARNED, "the model learned: ebft/ce_loss improved", "First and last tenth", "±", "ebft/ce_loss 2.924"),
-        case(UNLEARNED, "did not learn: ebft/alignment became worse", "and still so at the end: a, b", unresolved="ab"),
-        case(PREFERRED, "the model learned: rewards/margins improved", absent="ebft evaluate", evaluate=None),
-        case(evaluated(eval_ce_loss=[3, 2, 1, None]), "eval_ce_loss is not finite at the end", absent="learned"),
-        # the loss counts in SFT only
-        case(falling(), "loss improved"),
-        case(falling(reward=0.5), NO_CHANGE),
-        # the reward is not repeated if features are its only part
-        case([entry | {"ebft/alignment": 1.0} for entry in MEAN], absent="reward"),
-        # evaluations come first, with their steps and the command that compares the models
-        case(KNOWN + STEADY, "learned: eval_cfm_loss improved", "cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, counts from "),
-        case(CFM[:3] + [{"step": 33, "train_loss": 1.0}], f"confidence intervals:\n  {COMMAND}", evaluate=COMMAND),
-        # an error that two evaluations, or two values, do not show
-        case(TWO, TOO_FEW, "(a smaller eval_steps), or train", "ebft evaluate"),
-        case(evaluated(eval_reward=[0, 1, 1, 1]), TOO_FEW, absent="±"),
-        # a change that would count with more evaluations
-        case(
-            FOUR, TOO_FEW, "eval_loss 5 -> 3.3 (-1.7 ± 0.24, counts from 2.3)", "a smaller eval_steps", absent="unknown"
-        ),
-        # the first evaluation is that of the base model, unless it follows steps of training
-        case(CFM, absent="base model"),
-        case(CFM[1:], f"{FIRST} 10 steps of training, so it is not one of the base model", "eval_on_start: true"),
-        # an unknown outcome advises what is not set yet
-        case(CFM[:1], UNKNOWN.format("one"), "smaller eval_steps", COMMAND, has_held_out=True, evaluate=COMMAND),
-        case([], UNKNOWN.format("no"), "or eval_on_start: true), or", COMMAND, has_held_out=True, evaluate=COMMAND),
-        case([], "Set test_datasets or val_set_size with eval_steps", absent=COMMAND, evaluate=COMMAND),
-        # a model did not learn if a held-out metric is far worse
-        case(evaluated(eval_loss=[3, 9]) + falling(), "loss improved, but eval_loss moved in the wrong direction"),
-        case(evaluated(eval_cfm_loss=[3, 2, 1, 0.1], eval_ce_loss=[3, 9, 5, 9]), "improved, but eval_ce_loss moved in"),
-    ],
-)
+@pytest.mark.parametrize(("log", "options", "present", "absent"), [
+    case(LEARNED, "the model learned: ebft/ce_loss improved", "First and last tenth", "±", "ebft/ce_loss 2.924"),
+    case(UNLEARNED, "did not learn: ebft/alignment became worse", "and still so at the end: a, b", unresolved="ab"),
+    case(PREFERRED, "the model learned: rewards/margins improved", absent="ebft evaluate", evaluate=None),
+    case(evaluated(eval_ce_loss=[3, 2, 1, None]), "eval_ce_loss is not finite at the end", absent="learned"),
+    # the loss counts in SFT only
+    case(falling(), "loss improved"), case(falling(reward=0.5), NO_CHANGE),
+    # the reward is not repeated if features are its only part
+    case([entry | {"ebft/alignment": 1.0} for entry in MEAN], absent="reward"),
+    # evaluations come first, with their steps and the command that compares the models
+    case(KNOWN + STEADY, "learned: eval_cfm_loss improved", "cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, counts from "),
+    case(CFM[:3] + [{"step": 33, "train_loss": 1.0}], f"confidence intervals:\n  {COMMAND}", evaluate=COMMAND),
+    # an error that two evaluations, or two values, do not show
+    case(TWO, TOO_FEW, "(a smaller eval_steps), or train", "ebft evaluate"),
+    case(evaluated(eval_reward=[0, 1, 1, 1]), TOO_FEW, absent="±"),
+    # a change that would count with more evaluations
+    case(FOUR, TOO_FEW, "eval_loss 5 -> 3.3 (-1.7 ± 0.24, counts from 2.3)", "a smaller eval_steps", absent="unknown"),
+    # the first evaluation is that of the base model, unless it follows steps of training
+    case(CFM, absent="base model"),
+    case(CFM[1:], f"{FIRST} 10 steps of training, so it is not one of the base model", "eval_on_start: true"),
+    # an unknown outcome advises what is not set yet
+    case(CFM[:1], UNKNOWN.format("one"), "smaller eval_steps", COMMAND, has_held_out=True, evaluate=COMMAND),
+    case([], UNKNOWN.format("no"), "or eval_on_start: true), or", COMMAND, has_held_out=True, evaluate=COMMAND),
+    case([], "Set test_datasets or val_set_size with eval_steps", absent=COMMAND, evaluate=COMMAND),
+    # a model did not learn if a held-out metric is far worse
+    case(evaluated(eval_loss=[3, 9]) + falling(), "loss improved, but eval_loss moved in the wrong direction"),
+    case(evaluated(eval_cfm_loss=[3, 2, 1, 0.1], eval_ce_loss=[3, 9, 5, 9]), "improved, but eval_ce_loss moved in"),
+])  # fmt: skip
 def test_what_is_said(log, options, present, absent):
     text = training_outcome(log, **options)
     assert text.startswith("Outcome: ") and all(part in text for part in present) and absent not in text, text

@@ -52,13 +52,15 @@ calm = noisy(1.79, 0.02, 10)
 sure = noisy(2, 0.1, 10)
 no_rewards = {"frac_reward_zero_std": [1.0] * 25, "grad_norm": [0.0] * 25}
 some_rewards = {"frac_reward_zero_std": [1.0, 1.0, 1.0, 0.5] * 10, "grad_norm": [0.0, 0.0, 0.0, 0.3] * 10}
-overfits, does_not = (
-    {"eval_ce_loss": evaluated(*values), "loss": falling_loss}
-    for values in ((2.0, 2.05, 2.1, 2.2), (2.0, 1.95, 2.0, 1.99))
-)
+with_loss = lambda *values: {"eval_ce_loss": evaluated(*values), "loss": falling_loss}
+overfits, does_not = with_loss(2.0, 2.05, 2.1, 2.2), with_loss(2.0, 1.95, 2.0, 1.99)
 DRIFT, RATIO = "sampling__sampling_logp_difference__mean", "sampling__importance_sampling_ratio__min"
 still_near = {DRIFT: noisy(0.05, 0.01), RATIO: [0.005] * 40}
 as_long = {"completions__mean_length": lengths}
+RISES = (noisy(2, 0.7, 30) + noisy(2.2, 0.7, 300), noisy(0.2, 0.1, 30) + noisy(0.25, 0.1, 300))  # as batches differ
+ONE_SPIKE = noisy(1, 0.1, 20) + [200.0] + noisy(1, 0.1, 20)
+TWO_SPIKES = noisy(6, 0.1, 6) + (noisy(2, 0.2, 9) + [6.0]) * 2 + noisy(2, 0.2)
+PREFERRED = noisy(-0.6, 0.05, 40)
 
 
 def of(metric, *logs):
@@ -76,25 +78,15 @@ CASES = {
     "low alignment": of("ebft__alignment", noisy(0.05, 0.02), noisy(0.2, 0.05)),
     "no signal": (entries(**no_rewards), entries(**some_rewards)),
     "reward always zero": of("rewards__accuracy__mean", [0.0] * 25, [0.25] + [0.0] * 25),
-    "cross-entropy diverges": of(
-        *("ebft__ce_loss", noisy(2, 0.05, 10) + noisy(2.7, 0.05, 20), noisy(2, 0.7, 30) + noisy(2.2, 0.7, 300))
-    ),
-    "loss spikes": of(
-        "loss", (noisy(1, 0.05, 9) + [3.0]) * 6, noisy(6, 0.1, 6) + (noisy(2, 0.2, 9) + [6.0]) * 2 + noisy(2, 0.2)
-    ),
-    "feature matching diverges": of(
-        *("ebft__cfm_loss", noisy(0.2, 0.02, 10) + noisy(0.4, 0.02, 20), noisy(0.2, 0.1, 30) + noisy(0.25, 0.1, 300))
-    ),
+    "cross-entropy diverges": of("ebft__ce_loss", noisy(2, 0.05, 10) + noisy(2.7, 0.05, 20), RISES[0]),
+    "loss spikes": of("loss", (noisy(1, 0.05, 9) + [3.0]) * 6, TWO_SPIKES),
+    "feature matching diverges": of("ebft__cfm_loss", noisy(0.2, 0.02, 10) + noisy(0.4, 0.02, 20), RISES[1]),
     "overfitting": (entries(**overfits), entries(**does_not)),
-    "unstable gradient": of(
-        "grad_norm", noisy(1, 0.1, 10) + noisy(30, 5, 20), noisy(1, 0.1, 20) + [200.0] + noisy(1, 0.1, 20)
-    ),
+    "unstable gradient": of("grad_norm", noisy(1, 0.1, 10) + noisy(30, 5, 20), ONE_SPIKE),
     "off-policy drift": (entries(**{DRIFT: noisy(1.5, 0.1)}), entries(**still_near)),
     "far from the reference model": of("kl", noisy(3, 0.1), noisy(1, 0.3)),
     # SimPO of a model that starts with such a preference
-    "rejected completions preferred": of(
-        "rewards__margins", noisy(0, 0.05, 10) + noisy(-0.6, 0.05, 40), noisy(-0.6, 0.05, 40)
-    ),
+    "rejected completions preferred": of("rewards__margins", noisy(0, 0.05, 10) + PREFERRED, PREFERRED),
     "truncated completions": of("completions__clipped_ratio", noisy(0.9, 0.05), noisy(0.6, 0.1)),
     "length is rewarded": (entries(**as_long, reward=rewards_of_length), entries(**as_long, reward=unrelated_rewards)),
 }

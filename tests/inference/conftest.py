@@ -33,16 +33,11 @@ def config_file(folders, tmp_path):
     """A config whose output_dir is the adapter, or the full model."""
 
     def write(kind="adapter", **changes):
-        values = {
-            "base_model": str(folders["base"]),
-            "output_dir": str(folders[kind]),
-            "sequence_len": 64,
-            "rl": "ebft",
-        }
+        values = {"base_model": str(folders["base"]), "output_dir": str(folders[kind]), "sequence_len": 64}
         if kind == "adapter":
             values |= {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
         values["ebft"] = {"mode": "structured", "use_whitening": True, "feature_layers": [0.5], "diversity_coef": 0.5}
-        values |= {"datasets": [{"path": "unused", "type": "ebft_opencode.transform"}], **changes}
+        values |= {"rl": "ebft", "datasets": [{"path": "unused", "type": "ebft_opencode.transform"}], **changes}
         path = tmp_path / "run.yaml"
         path.write_text(json.dumps(values))
         return path

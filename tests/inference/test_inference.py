@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,20 +111,8 @@ def test_prompts_that_are_too_long(sampler):
         Scorer(sampler, 2)("b", "a " * limit)
 
 
-def lines(*given):
-    """A reader of given lines; an exception is raised."""
-    rest = iter(given)
-
-    def read(prompt):
-        line = next(rest, EOFError)
-        if line in (EOFError, KeyboardInterrupt):
-            raise line
-        return line
-
-    return read
-
-
 def test_a_session(sampler, capsys, monkeypatch):
+    lines = lambda *given: Mock(side_effect=[*given, EOFError])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # control characters are symbols
     session = Session(sampler, chats=True)
     session.run(lines("say 3", "", "/base", "say 3", "/nothing", "/help"))

@@ -24,14 +24,8 @@ TEMPLATE = (
 )
 ADD = "How much is {0} and {0}, if they are added?"
 SUM = "Together, {0} and {0} are twice as much as {0}, which is {1}."
-
-
-def texts(number):
-    return ADD.format(number), SUM.format(number, 2 * number)
-
-
-def row(names, number):
-    return dict(zip(names, texts(number), strict=True))
+texts = lambda number: (ADD.format(number), SUM.format(number, 2 * number))
+row = lambda names, number: dict(zip(names, texts(number), strict=True))
 
 
 def chat(number, role="role", content="content", answer="assistant"):

@@ -55,14 +55,11 @@ def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-@pytest.mark.parametrize(
-    ("act", "status", "message"),
-    [
-        # and not what follows from it
-        ("killed", 137, "rank 1 was killed by SIGKILL, for example because memory ran out"),
-        ("silent", 3, "rank 1 ended with exit status 3"),
-    ],
-)
+@pytest.mark.parametrize(("act", "status", "message"), [
+    # and not what follows from it
+    ("killed", 137, "rank 1 was killed by SIGKILL, for example because memory ran out"),
+    ("silent", 3, "rank 1 ended with exit status 3"),
+])  # fmt: skip
 def test_a_process_that_ends_without_an_error_of_its_own(launched, capfd, act, status, message):
     with pytest.raises(LaunchError, match=message) as raised:
         launched(act)

@@ -44,37 +44,29 @@ OF_RAY = "Starting 2 workers with Ray Train on a local Ray (one GPU each, or one
 ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device": device}}
 
 
-@pytest.mark.parametrize(
-    "gpus, keys, options, launcher, processes, note",
-    [
-        (0, {}, {}, None, 1, ""),
-        (0, {}, {"passed_on": ("--debug",)}, "accelerate", 1, ""),  # words for the launcher are never left out
-        (4, {}, {}, "accelerate", 4, ALL),
-        (4, {}, {"num_processes": 2}, "accelerate", 2, "2 processes with accelerate on 2 of 4 GPUs."),
-        (0, {}, {"num_processes": 3}, "accelerate", 3, "Starting 3 processes with accelerate on CPU."),
-        (4, {"ddp": False}, {}, None, 1, ONE),
-        (4, ON("cuda:3"), {}, None, 1, ""),
-        (4, MANAGED, {"launcher": "torchrun"}, "torchrun", 2, SERVER),
-        (3, MANAGED, {}, None, 1, ""),  # the server takes two
-        (4, {}, {**MACHINES, "num_processes": 8}, "accelerate", 8, OF_MACHINES),
-        (0, {}, MACHINES, "accelerate", 2, ""),
-        (4, {"use_ray": True, "ray_num_workers": 2}, {}, RAY, 2, OF_RAY),
-    ],
-)
+@pytest.mark.parametrize("gpus, keys, options, launcher, processes, note", [
+    (0, {}, {}, None, 1, ""),
+    (0, {}, {"passed_on": ("--debug",)}, "accelerate", 1, ""),  # words for the launcher are never left out
+    (4, {}, {}, "accelerate", 4, ALL),
+    (4, {}, {"num_processes": 2}, "accelerate", 2, "2 processes with accelerate on 2 of 4 GPUs."),
+    (0, {}, {"num_processes": 3}, "accelerate", 3, "Starting 3 processes with accelerate on CPU."),
+    (4, {"ddp": False}, {}, None, 1, ONE), (4, ON("cuda:3"), {}, None, 1, ""),
+    (4, MANAGED, {"launcher": "torchrun"}, "torchrun", 2, SERVER),
+    (3, MANAGED, {}, None, 1, ""),  # the server takes two
+    (4, {}, {**MACHINES, "num_processes": 8}, "accelerate", 8, OF_MACHINES), (0, {}, MACHINES, "accelerate", 2, ""),
+    (4, {"use_ray": True, "ray_num_workers": 2}, {}, RAY, 2, OF_RAY),
+])  # fmt: skip
 def test_the_number_of_processes_and_the_line_about_it(planned, gpus, keys, options, launcher, processes, note):
     plan = planned(gpus, keys, **options)
     assert (plan.launcher, plan.processes) == (launcher, processes) and plan.note.endswith(note)
 
 
-@pytest.mark.parametrize(
-    "keys, options, message",
-    [
-        ({}, {**MACHINES, "machine_rank": 2}, "requires --machine-rank, 0 to 1"),
-        ({}, {**MACHINES, "num_processes": 3}, "must be a multiple of --num-machines 2. Use 2"),
-        ({}, {"num_processes": 2, "passed_on": ("--use_fsdp",)}, "--use_fsdp after --: ebft train sets it"),
-        ({"use_ray": True}, {"num_processes": 2}, "so this cannot be used: --num-processes. Set ray_num_workers"),
-    ],
-)
+@pytest.mark.parametrize("keys, options, message", [
+    ({}, {**MACHINES, "machine_rank": 2}, "requires --machine-rank, 0 to 1"),
+    ({}, {**MACHINES, "num_processes": 3}, "must be a multiple of --num-machines 2. Use 2"),
+    ({}, {"num_processes": 2, "passed_on": ("--use_fsdp",)}, "--use_fsdp after --: ebft train sets it"),
+    ({"use_ray": True}, {"num_processes": 2}, "so this cannot be used: --num-processes. Set ray_num_workers"),
+])  # fmt: skip
 def test_options_that_cannot_work(planned, keys, options, message):
     with pytest.raises(ConfigError, match=message):
         planned(0, keys, **options)

@@ -61,16 +61,10 @@ def test_processes_with_different_configs_are_refused(run_file, tmp_path):
         assert process.returncode == 2 and "rank 1 differs from rank 0 in learning_rate." in printed, printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "fsdp=true fsdp_config.transformer_layer_cls_to_wrap=Bogus",
-            "Could not find the transformer layer class Bogus",
-        ),
-        ("plugins=[tests.launch.plugins.FailsOnRankOne] --launcher torchrun", "ValueError: rank one is broken ("),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("fsdp=true fsdp_config.transformer_layer_cls_to_wrap=Bogus", "Could not find the transformer layer class Bogus"),
+    ("plugins=[tests.launch.plugins.FailsOnRankOne] --launcher torchrun", "ValueError: rank one is broken ("),
+])  # fmt: skip
 def test_an_error_of_one_or_all_processes_is_printed_once(run_file, tmp_path, words, message):
     failed = train(run_file, tmp_path / "out", *words.split())
     printed = plain(failed.stderr)

@@ -1,7 +1,4 @@
-"""`ebft train` with use_ray: the numbers of two processes, restarts after a killed worker, signals, and one error.
-
-Each test starts a local Ray, and `make test-ray` runs them in an environment that has it.
-"""
+"""`ebft train` with use_ray, in the environment of `make test-ray`: numbers of two processes, restarts, signals."""
 
 import asyncio
 import json
@@ -85,17 +82,13 @@ def test_an_error_in_one_worker_is_printed_once(run_file, tmp_path):
 NEWEST = {"resume_from_checkpoint": None, "auto_resume_from_checkpoints": True}
 
 
-@pytest.mark.parametrize(
-    "named, reached, changes",
-    [
-        (None, -1, NEWEST),
-        (None, 4, NEWEST),
-        ("6", -1, {}),  # killed before the first checkpoint of this run
-        ("6", 4, {}),  # of an earlier run
-        ("6", 6, NEWEST),  # the named one is in the same folder
-        ("6", 8, NEWEST),
-    ],
-)
+@pytest.mark.parametrize("named, reached, changes", [
+    (None, -1, NEWEST), (None, 4, NEWEST),
+    ("6", -1, {}),  # killed before the first checkpoint of this run
+    ("6", 4, {}),  # of an earlier run
+    ("6", 6, NEWEST),  # the named one is in the same folder
+    ("6", 8, NEWEST),
+])  # fmt: skip
 def test_a_restart_continues_from_the_newest_checkpoint_of_this_run(monkeypatch, named, reached, changes):
     from ebft.tools.launch import ray_worker
 

@@ -117,16 +117,13 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
     assert sum("auto_resume_from_checkpoints=false" in words for words in in_process) == 2
 
 
-@pytest.mark.parametrize(
-    "text, words, message",
-    [
-        ("seed: []", [], r"seed: expected a list of values, got \[\]"),
-        ("[{ebft: {stride: 4}}]", [], "ebft: a mapping would replace the whole section. Write its keys with dots"),
-        ("learning_rate: [1, -1]", [], "The run learning_rate=-1 of the sweep"),
-        ("seed: [1]", ["seed=2"], "seed is swept, so it cannot be overridden"),
-        ("seed: [1]", ["resume_from_checkpoint=a/checkpoint-1"], "each run of a sweep resumes from its own"),
-    ],
-)
+@pytest.mark.parametrize("text, words, message", [
+    ("seed: []", [], r"seed: expected a list of values, got \[\]"),
+    ("[{ebft: {stride: 4}}]", [], "ebft: a mapping would replace the whole section. Write its keys with dots"),
+    ("learning_rate: [1, -1]", [], "The run learning_rate=-1 of the sweep"),
+    ("seed: [1]", ["seed=2"], "seed is swept, so it cannot be overridden"),
+    ("seed: [1]", ["resume_from_checkpoint=a/checkpoint-1"], "each run of a sweep resumes from its own"),
+])  # fmt: skip
 def test_errors_come_before_the_first_run(ebft, run_file, in_process, tmp_path, text, words, message):
     (tmp_path / "sweep.yaml").write_text(text)
     result = ebft("train", run_file, "--sweep", tmp_path / "sweep.yaml", *words)

@@ -62,15 +62,12 @@ def test_strided_rollouts_are_those_of_the_step(tmp_path):
     assert found == [] and checked > 20
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({"max_steps": 4}, [1, 2, 3, 4]),
-        ({"max_steps": 5, "logging_steps": 2, "gradient_accumulation_steps": 2}, [1, 3, 5]),
-        ({"max_steps": 250, "logging_steps": 1}, [1, 4]),  # a hundred steps of the run at most
-        ({"max_steps": 2, "log_rollouts": "none"}, []),
-    ],
-)
+@pytest.mark.parametrize(("options", "steps"), [
+    ({"max_steps": 4}, [1, 2, 3, 4]),
+    ({"max_steps": 5, "logging_steps": 2, "gradient_accumulation_steps": 2}, [1, 3, 5]),
+    ({"max_steps": 250, "logging_steps": 1}, [1, 4]),  # a hundred steps of the run at most
+    ({"max_steps": 2, "log_rollouts": "none"}, []),
+])  # fmt: skip
 def test_few_rollouts_are_evenly_spread(tmp_path, options, steps):
     trainer = make_strided(tmp_path, tiny_model("llama"), **options)
     trainer.add_callback(StopAfter(6))

@@ -16,22 +16,10 @@ from tests.strided.families import tiny_model
 
 __all__ = ["run_file"]
 AUTO = "auto_resume_from_checkpoints=true"
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def steps(path):
-    return [line["step"] for line in lines(path)]
-
-
-def read(path):
-    return json.loads(path.read_text())
-
-
-def steps_with_a_loss(folder):
-    return [line["step"] for line in lines(folder / METRICS) if "loss" in line]
+read = lambda path: json.loads(path.read_text())
+lines = lambda path: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+steps = lambda path: [line["step"] for line in lines(path)]
+steps_with_a_loss = lambda folder: [line["step"] for line in lines(folder / METRICS) if "loss" in line]
 
 
 def write(path, rows):

@@ -19,9 +19,7 @@ VIEW = RowView(
     ],
     columns=[(EVIL, EVIL)],
 )
-REPORT = SectionReport(
-    "datasets", 5, 3, {"too short for one block": 4}, {"too short for one block": [EVIL, "b, row 1"]}
-)
+REPORT = SectionReport("datasets", 5, 3, {"too short": 4}, {"too short": [EVIL, "b, row 1"]})
 
 
 def test_the_page_escapes_everything_and_needs_no_other_file():
@@ -31,4 +29,4 @@ def test_the_page_escapes_everything_and_needs_no_other_file():
     assert f"{EVIL}(2, 2)" in text and "<s>(-100, 1)" in text
     assert '<span class="t learned" title="position 1">' in html and "anchor 1</span>" in html
     assert '<span class="t special" title="position 0">' in html
-    assert "reference 9" in text and f"4 too short for one block: {EVIL}, b, row 1, ..." in text
+    assert "reference 9" in text and f"4 too short: {EVIL}, b, row 1, ..." in text

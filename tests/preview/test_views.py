@@ -5,16 +5,7 @@ import pytest
 from ebft.anchors import BlockOptions
 from ebft.config.options import EBFTSection
 from ebft.data.batches import pack_rows
-from ebft.methods.views import (
-    ComparisonView,
-    PreferenceView,
-    PromptView,
-    SFTView,
-    StepView,
-    StridedView,
-    TokenTexts,
-    one_line,
-)
+from ebft.methods import views
 from tests.structured.conftest import make_chat_tokenizer
 
 
@@ -46,7 +37,7 @@ def options(**given):
 
 def strided_view(tokenizer, **given):
     chosen = options(**given)
-    return StridedView(chosen, BlockOptions.of(chosen, [tokenizer.eos_token_id], None), tokenizer)
+    return views.StridedView(chosen, BlockOptions.of(chosen, [tokenizer.eos_token_id], None), tokenizer)
 
 
 def test_a_document_with_a_prompt(tokenizer):
@@ -115,35 +106,33 @@ SECOND = [("prompt", ASKED), ("reference", "ab"), ("end of turn", SAID), ("betwe
 ])  # fmt: skip
 def test_the_roles_of_tokens(tokenizer, pieces, expected):
     row = trained_row(tokenizer, *pieces)
-    for view in (SFTView(tokenizer), strided_view(tokenizer)):
+    for view in (views.SFTView(tokenizer), strided_view(tokenizer)):
         assert roles(view(row).parts[0]) == expected
+
+
+SIDES = (("chosen", "xa"), ("rejected", "xb"))
 
 
 def test_the_roles_of_reward_rows(tokenizer):
     start = ASKED.replace(r"\n", "\n")
-    row = {
-        f"{side}_ids": ids(tokenizer, f"{start}{text}<|im_end|>\n")
-        for side, text in (("chosen", "xa"), ("rejected", "xb"))
-    }
-    chosen, rejected = ComparisonView(tokenizer)(row).parts
+    row = {f"{side}_ids": ids(tokenizer, f"{start}{text}<|im_end|>\n") for side, text in SIDES}
+    chosen, rejected = views.ComparisonView(tokenizer)(row).parts
     end = ("end of turn", r"<|im_end|>\n")
     assert roles(chosen) == [("in both texts", ASKED + "x"), ("chosen reply", "a"), end]
     assert roles(rejected) == [("in both texts", ASKED + "x"), ("rejected reply", "b"), end]
     labels = [-100, -100, -100, 1, -100, 0, -100]
-    [part] = StepView(tokenizer)({"input_ids": ids(tokenizer, "abc|d|e"), "labels": labels}).parts
+    [part] = views.StepView(tokenizer)({"input_ids": ids(tokenizer, "abc|d|e"), "labels": labels}).parts
     assert roles(part) == [("prompt and step 1", "abc|"), ("step 2", "d|"), ("after the last label", "e")]
 
 
 TALK = {
-    "prompt": [{"role": "user", "content": "hi"}],
-    "ground_truth": "<think>q</think>ab",
-    "remaining_turns": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}],
-    "level": 3,
-}
+    "prompt": [{"role": "user", "content": "hi"}], "ground_truth": "<think>q</think>ab",
+    "remaining_turns": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}], "level": 3,
+}  # fmt: skip
 
 
 def test_a_conversation_in_structured_mode(tokenizer):
-    view = PromptView(tokenizer, None, True, ce_coef=0.5, mask_thinking=True)(TALK)
+    view = views.PromptView(tokenizer, None, True, ce_coef=0.5, mask_thinking=True)(TALK)
     texts = ["".join(token.text for token in part.tokens) for part in view.parts]
     titles = ["prompt", "reference of turn 1", "given before turn 2", "reference of turn 2"]
     assert [part.title for part in view.parts] == titles
@@ -174,10 +163,10 @@ def test_labels_are_those_of_the_trainers(tokenizer):
 
 
 def test_texts_are_printable_and_keep_spaces(tokenizer):
-    texts = TokenTexts(tokenizer)
+    texts = views.TokenTexts(tokenizer)
     assert texts.texts(ids(tokenizer, "a b\n")) == ["a", " ", "b", "\\n"]
     assert texts.texts(ids(tokenizer, "é")) == ["Ã", "©"]  # as the tokenizer spells bytes
-    assert one_line("\x1b[31m") == "\\x1b[31m" and one_line({"a": "\n"}) == "{'a': '\\n'}"
+    assert views.one_line("\x1b[31m") == "\\x1b[31m" and views.one_line({"a": "\n"}) == "{'a': '\\n'}"
 
 
 def scored(part):
@@ -187,7 +176,7 @@ def scored(part):
 
 def test_chosen_and_rejected_and_a_completion_with_its_label(tokenizer):
     ids = {f"{name}_ids": tokenizer(text)["input_ids"] for name, text in (("prompt", "Hi"), ("chosen", "yo"))}
-    view = PreferenceView(tokenizer)({**ids, "rejected_ids": tokenizer("no<|im_end|>")["input_ids"]})
+    view = views.PreferenceView(tokenizer)({**ids, "rejected_ids": tokenizer("no<|im_end|>")["input_ids"]})
     assert [part.title for part in view.parts] == ["chosen", "rejected"] and view.columns == []
     assert [scored(part) for part in view.parts] == ["Hi[y][o]", "Hi[n][o][<|im_end|>]"]
     chosen, rejected = [[(run.role, part.text(run)) for run in part.roles] for part in view.parts]
@@ -195,5 +184,5 @@ def test_chosen_and_rejected_and_a_completion_with_its_label(tokenizer):
     assert rejected == [("prompt", "Hi"), ("completion", "no"), ("end of turn", "<|im_end|>")]
     assert view.parts[1].facts == [("prompt", "2 tokens"), ("scored", "3 of 5 tokens")]
     labelled = {"prompt_ids": ids["prompt_ids"], "completion_ids": ids["chosen_ids"], "label": False}
-    view = PreferenceView(tokenizer)(labelled)
+    view = views.PreferenceView(tokenizer)(labelled)
     assert [scored(part) for part in view.parts] == ["Hi[y][o]"] and view.columns == [("label", "false")]

@@ -1,8 +1,4 @@
-"""Runs of every method on a tiny model that are killed with SIGKILL at chosen moments, and then resumed.
-
-A run is a process forked from this one, which has imported PyTorch but not computed with it. The kill is injected here:
-nothing in the package knows of it.
-"""
+"""Runs of every method on a tiny model, each a process forked from this one, with what is injected: kills, signals."""
 
 from __future__ import annotations
 
@@ -49,6 +45,7 @@ TRL = {"num_generations": 2, "max_completion_length": 3}
 STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured", "gt_length_floor": 1}, "micro_batch_size": 4, "trl": TRL}
 OF_GRPO = {**TRL, "reward_funcs": ["tests.golden.runs.spaces_and_es"]}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+STREAM = {"streaming": True, "streaming_multipack_buffer_size": 3}
 PAIRS = ("pairs", "ebft_opencode.transform")
 
 
@@ -62,11 +59,7 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft_full": ("texts", "completion", ACCUMULATED),
     "sft_packed": ("texts", "completion", {"sample_packing": True}),
     # rows of documents that do not see each other, and a document that continues in the next row
-    "stream": (
-        "texts",
-        "completion",
-        {"streaming": True, "streaming_multipack_buffer_size": 3, "gradient_accumulation_steps": 2},
-    ),
+    "stream": ("texts", "completion", {**STREAM, "gradient_accumulation_steps": 2}),
     "reward_model": ("comparisons", "bradley_terry.chat_template", {**DROPOUT, **LOGGED, "reward_model": True}),
     "dpo": ("comparisons", "chatml.icr", {**LOGGED, "rl": "dpo"}),
     "dpo_full": ("comparisons", "chatml.icr", {"rl": "dpo", **ACCUMULATED}),  # the reference is a copy
@@ -170,10 +163,7 @@ def _main(config: RunConfig, environment: dict[str, str], inject: Callable[[], N
     os._exit(0)
 
 
-def sends(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
+sends = lambda number: lambda: os.kill(os.getpid(), number)
 kill, terminate, press_ctrl_c = map(sends, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
 
 

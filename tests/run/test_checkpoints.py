@@ -33,10 +33,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """`checkpoint(step, *files)`: the folder of a complete checkpoint in `tmp_path`, with these small files.
-
-    It has weights in any case, and the other parts of a training state if one of the files is an optimizer's.
-    """
+    """`checkpoint(step, *files)`: a complete one with these files, weights, and with an optimizer's its whole state."""
 
     def save(step, *files):
         folder = tmp_path / f"checkpoint-{step}"
@@ -98,40 +95,25 @@ def test_optimizer_state_may_be_sharded(make, checkpoint, file):
         resumed(make(resume_from_checkpoint=newest))
 
 
-def cut(content):
-    return content[:-5]
+cut, forget = lambda content: content[:-5], lambda content: b"{}"
+flip = lambda content: content[:-1] + bytes([content[-1] ^ 1])  # a bit of the last tensor
 
 
-def flip(content):
-    """One bit of the last tensor is another."""
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
-def forget(content):
-    return b"{}"
-
-
-@pytest.mark.parametrize(
-    ("damage", "name", "problem"),
-    [
-        # also in a checkpoint of another program, which has no checksums
-        (None, "optimizer.pt", "it has no optimizer state"),
-        (None, "scheduler.pt", "it has no scheduler.pt"),
-        (None, "rng_state.pth", "it has no rng_state.pth"),
-        (None, "model.safetensors", "it has no weights"),
-        (None, "trainer_state.json", "it has no trainer_state.json"),
-        (cut, "ebft_run.json", "ebft_run.json is damaged"),
-        (cut, "trainer_state.json", "trainer_state.json .*is damaged"),
-        (forget, "trainer_state.json", "it contains step None"),
-        # with checksums
-        (cut, "with/optimizer.pt", "optimizer.pt is damaged .wrong checksum"),
-        (flip, "with/model.safetensors", "model.safetensors is damaged .wrong checksum"),
-        (flip, "with/ref/adapter_model.safetensors", "ref/adapter_model.safetensors is damaged .wrong checksum"),
-        (None, "with/running_state.pth", "it has no running_state.pth"),
-        (cut, "with/ebft_checksums.json", ".*ebft_checksums.json is damaged"),
-        (forget, "with/config.json", None),  # text may be edited
-    ],
-)
+@pytest.mark.parametrize(("damage", "name", "problem"), [
+    # also in a checkpoint of another program, which has no checksums
+    (None, "optimizer.pt", "it has no optimizer state"), (None, "scheduler.pt", "it has no scheduler.pt"),
+    (None, "rng_state.pth", "it has no rng_state.pth"), (None, "model.safetensors", "it has no weights"),
+    (None, "trainer_state.json", "it has no trainer_state.json"), (cut, "ebft_run.json", "ebft_run.json is damaged"),
+    (cut, "trainer_state.json", "trainer_state.json .*is damaged"),
+    (forget, "trainer_state.json", "it contains step None"),
+    # with checksums
+    (cut, "with/optimizer.pt", "optimizer.pt is damaged .wrong checksum"),
+    (flip, "with/model.safetensors", "model.safetensors is damaged .wrong checksum"),
+    (flip, "with/ref/adapter_model.safetensors", "ref/adapter_model.safetensors is damaged .wrong checksum"),
+    (None, "with/running_state.pth", "it has no running_state.pth"),
+    (cut, "with/ebft_checksums.json", ".*ebft_checksums.json is damaged"),
+    (forget, "with/config.json", None),  # text may be edited
+])  # fmt: skip
 def test_a_damaged_checkpoint_is_skipped_or_named(make, checkpoint, folder, damage, name, problem):
     files = ("optimizer.pt", "ebft_run.json", "config.json")
     has_checksums, name = name.startswith("with/"), name.removeprefix("with/")
@@ -188,20 +170,17 @@ def test_a_new_run_beside_checkpoints_of_another_gives_a_warning(make, checkpoin
 OF_LORA, OTHER = {**STRIDED, **LORA}, {"base_model": "other/model"}
 
 
-@pytest.mark.parametrize(
-    ("saved", "changes", "message"),
-    [
-        (OF_LORA, {"lora_r": 16}, "lora_r: 16 differs from lora_r: 4 of .*checkpoint-3. Set it to 4, or start a new "),
-        (OF_LORA, dict.fromkeys(LORA), "adapter: null differs from adapter: lora"),
-        (OF_LORA, {"ebft": {"mode": "structured"}}, "ebft.mode: structured differs from ebft.mode: strided"),
-        (OF_LORA, {"lora_r": 16, "optimizer": "adafactor"}, "(?s)optimizer: adafactor.*\n.*lora_r: 16"),
-        ({}, LORA, "(?s)^(?!.*lora_r).*adapter: lora differs from adapter: null"),
-        # only a warning
-        ({}, OTHER, "base_model: other/model differs from base_model: some/model"),
-        # other order, length and budget
-        (LORA, {"lora_target_modules": ["v_proj", "q_proj"], "max_steps": 9, "budget": {"documents": 7}}, None),
-    ],
-)
+@pytest.mark.parametrize(("saved", "changes", "message"), [
+    (OF_LORA, {"lora_r": 16}, "lora_r: 16 differs from lora_r: 4 of .*checkpoint-3. Set it to 4, or start a new "),
+    (OF_LORA, dict.fromkeys(LORA), "adapter: null differs from adapter: lora"),
+    (OF_LORA, {"ebft": {"mode": "structured"}}, "ebft.mode: structured differs from ebft.mode: strided"),
+    (OF_LORA, {"lora_r": 16, "optimizer": "adafactor"}, "(?s)optimizer: adafactor.*\n.*lora_r: 16"),
+    ({}, LORA, "(?s)^(?!.*lora_r).*adapter: lora differs from adapter: null"),
+    # only a warning
+    ({}, OTHER, "base_model: other/model differs from base_model: some/model"),
+    # other order, length and budget
+    (LORA, {"lora_target_modules": ["v_proj", "q_proj"], "max_steps": 9, "budget": {"documents": 7}}, None),
+])  # fmt: skip
 def test_changed_settings(make, folder, recwarn, saved, changes, message):
     write_run_keys(make(**saved), folder)
     for keys in (AUTO, {"resume_from_checkpoint": folder}):
@@ -215,15 +194,12 @@ def test_changed_settings(make, folder, recwarn, saved, changes, message):
                 resumed(config)
 
 
-@pytest.mark.parametrize(
-    ("file", "keys", "message"),
-    [
-        (ADAPTER, LORA | {"lora_alpha": 16}, "lora_alpha: 16.0 differs from lora_alpha: 8"),
-        ("model.safetensors", LORA, "adapter: lora differs from adapter: null"),
-        (ADAPTER, {"adapter": "lora", "lora_model_dir": "checkpoint-3"}, None),
-        ("pytorch_model_fsdp_0/.metadata", LORA, None),  # whether these weights are an adapter is unknown
-    ],
-)
+@pytest.mark.parametrize(("file", "keys", "message"), [
+    (ADAPTER, LORA | {"lora_alpha": 16}, "lora_alpha: 16.0 differs from lora_alpha: 8"),
+    ("model.safetensors", LORA, "adapter: lora differs from adapter: null"),
+    (ADAPTER, {"adapter": "lora", "lora_model_dir": "checkpoint-3"}, None),
+    ("pytorch_model_fsdp_0/.metadata", LORA, None),  # whether these weights are an adapter is unknown
+])  # fmt: skip
 def test_a_checkpoint_of_another_program_is_checked_by_its_files(make, checkpoint, monkeypatch, file, keys, message):
     folder = checkpoint(3, "optimizer.pt", file)
     monkeypatch.chdir(folder.parent)

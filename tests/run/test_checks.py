@@ -34,18 +34,14 @@ def compare(make, monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(
-    ("other", "name"),
-    [
-        ({"learning_rate": 0.1}, "learning_rate"),
-        ({"rl": "ebft", "ebft": {"mode": "strided", "stride": 3}}, "ebft.mode, ebft.stride, rl"),
-        ({"datasets": [{"path": "some/data", "type": "completion", "split": "test"}]}, "datasets"),
-        ({"precision": "bf16"}, "the precision in effect"),
-        ({"rows": [ROWS[0], {"input_ids": [4, 6]}]}, "the training rows"),
-        ({"held_out": ROWS}, "the held-out rows"),
-        ({"checkpoint": "out/checkpoint-4"}, "the checkpoint to resume from"),
-    ],
-)
+@pytest.mark.parametrize(("other", "name"), [
+    ({"learning_rate": 0.1}, "learning_rate"),
+    ({"rl": "ebft", "ebft": {"mode": "strided", "stride": 3}}, "ebft.mode, ebft.stride, rl"),
+    ({"datasets": [{"path": "some/data", "type": "completion", "split": "test"}]}, "datasets"),
+    ({"precision": "bf16"}, "the precision in effect"),
+    ({"rows": [ROWS[0], {"input_ids": [4, 6]}]}, "the training rows"), ({"held_out": ROWS}, "the held-out rows"),
+    ({"checkpoint": "out/checkpoint-4"}, "the checkpoint to resume from"),
+])  # fmt: skip
 def test_what_must_be_the_same(compare, other, name):
     with pytest.raises(ConfigError, match=f"rank 1 differs from rank 0 in {name}. Start all processes, on every machi"):
         compare({}, other)

@@ -94,22 +94,18 @@ TURNS |= {"rl": "ebft", "ebft": {"mode": "structured"}}
 TEXT = {"row": {"text": "Hi"}, "type": "completion"}
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected", "is_written"),
-    [
-        # rows of other shapes
-        ({**LORA, "sample_packing": True}, [EOS, END], True),
-        ({**LORA, "row": PAIR, "type": "passthrough", "rl": "dpo"}, [EOS, END], True),
-        ({**LORA, **TURNS}, [EOS, END], True),
-        # models that stop anyway, or learn no chats
-        ({**LORA, **TEXT}, [EOS], False),
-        ({**LORA, "of_data": {"train_on_eos": "none"}}, [EOS], False),
-        ({**LORA, "row": TEXTS, "type": "chatml.intel", "rl": "dpo"}, [EOS], False),  # with EOS after the end
-        # without a chat template; transformers adds the end of sequence to a full model
-        ({**LORA, **TEXT, **NAMED, "template": False}, [EOS, END], True),
-        ({**TEXT, **NAMED, "template": False}, [EOS], False),
-    ],
-)
+@pytest.mark.parametrize(("keys", "expected", "is_written"), [
+    # rows of other shapes
+    ({**LORA, "sample_packing": True}, [EOS, END], True),
+    ({**LORA, "row": PAIR, "type": "passthrough", "rl": "dpo"}, [EOS, END], True),
+    ({**LORA, **TURNS}, [EOS, END], True),
+    # models that stop anyway, or learn no chats
+    ({**LORA, **TEXT}, [EOS], False), ({**LORA, "of_data": {"train_on_eos": "none"}}, [EOS], False),
+    ({**LORA, "row": TEXTS, "type": "chatml.intel", "rl": "dpo"}, [EOS], False),  # with EOS after the end
+    # without a chat template; transformers adds the end of sequence to a full model
+    ({**LORA, **TEXT, **NAMED, "template": False}, [EOS, END], True),
+    ({**TEXT, **NAMED, "template": False}, [EOS], False),
+])  # fmt: skip
 def test_what_is_declared(make, tmp_path, keys, expected, is_written):
     has_template = keys.get("template", True)
     config = make(**{key: value for key, value in keys.items() if key != "template"})

@@ -76,14 +76,10 @@ def leave(free):
     return lambda: setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
 
 
-@pytest.mark.parametrize(
-    ("inject", "code", "said"),
-    [
-        (leave(2**10), 2, "training is not started: it needs about"),
-        (leave(2**16), 0, "output_dir: the disk may become full"),
-        (leave(2**20), 0, None),
-    ],
-)
+@pytest.mark.parametrize(("inject", "code", "said"), [
+    (leave(2**10), 2, "training is not started: it needs about"),
+    (leave(2**16), 0, "output_dir: the disk may become full"), (leave(2**20), 0, None),
+])  # fmt: skip
 def test_a_model_that_cannot_be_saved_is_not_trained(inject, code, said, inputs, out):
     printed = trained(config_of("sft_full", inputs, out, max_steps=1), code, inject)
     assert said in printed if said else "disk may" not in printed
@@ -116,15 +112,11 @@ AROUND_THE_FINAL_SAVE = {
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(
-    ("method", "moment"),
-    [
-        ("strided_full", "the best model is loaded"),
-        ("sft", "weights are written"),
-        pytest.param("strided_full", "the disk is full", marks=pytest.mark.slow),
-        pytest.param("grpo", "weights are written", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("method", "moment"), [
+    ("strided_full", "the best model is loaded"), ("sft", "weights are written"),
+    pytest.param("strided_full", "the disk is full", marks=pytest.mark.slow),
+    pytest.param("grpo", "weights are written", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_newest_and_the_best_checkpoint_survive_the_end_of_training(method, moment, inputs, out):
     """Also with save_total_limit: 1, for which transformers would leave only the best one, before the final save."""
     config = config_of(method, inputs, out, max_steps=4, **BEST)

@@ -78,11 +78,9 @@ def local_paths(files):
 
 
 METHODS = {
-    "structured_reference": {*ADAPTER, "generation_config.json"},
-    "grpo": {*ADAPTER, "generation_config.json"},
-    "dpo": ADAPTER,
-    "sft_full": WEIGHTS,
-}
+    "structured_reference": {*ADAPTER, "generation_config.json"}, "grpo": {*ADAPTER, "generation_config.json"},
+    "dpo": ADAPTER, "sft_full": WEIGHTS,
+}  # fmt: skip
 FAST = ("sft_full", "grpo")
 
 
@@ -153,7 +151,6 @@ def test_checkpoints_that_wait_for_a_push(strategy, failures, pushed, out, hub, 
     found = {name.partition("/")[0] for _, files in hub.commits for name in files if "/" in name}
     each = strategy == "all_checkpoints"
     assert found == ({f"checkpoint-{step}" for step in range(1, 5)} if each else {"last-checkpoint"})
-    assert len(hub.commits) == (5 if each else 3) and hub.commits[-2][0].endswith(
-        "step 2" if each and failures else "4"
-    )
+    assert len(hub.commits) == (5 if each else 3)
+    assert hub.commits[-2][0].endswith("step 2" if each and failures else "4")
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-4"}

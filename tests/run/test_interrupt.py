@@ -38,9 +38,7 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "phase", [pytest.param(name, marks=[] if "end" in name else pytest.mark.slow) for name in PHASES]
-)
+@pytest.mark.parametrize("phase", [pytest.param(p, marks=[] if "end" in p else pytest.mark.slow) for p in PHASES])
 def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, unbroken, out):
     method, inject, keys, step = PHASES[phase]
     config = config_of(method, inputs, out, **keys)

@@ -14,11 +14,9 @@ from ebft.data.load import load_token_rows
 from tests.docs.blocks import ROOT, blocks_of
 
 OVERRIDES = {
-    "plain": ["rl="],
-    "strided": [],
-    "structured": ["ebft.mode=structured"],
+    "plain": ["rl="], "strided": [], "structured": ["ebft.mode=structured"],
     "grpo": ["rl=grpo", "trl.reward_funcs=[feature_matching]"],
-}
+}  # fmt: skip
 STRIDED = {"mode": "strided", "context_length": 4, "stride": 4, "generate_max_len": 2, "n_samples_per_prompt": 2}
 
 

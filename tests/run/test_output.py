@@ -14,22 +14,16 @@ from ebft.monitor.run_files import set_aside
 from ebft.run.checks import check_runnable
 from ebft.run.output import _publish, claim, final_step, listed
 from ebft.run_files import CARD, HEALTH, METRICS, RUN, START, read_run
+from tests.monitor.test_run_files import steps_with_a_loss
 from tests.run.crash import before, config_of, kill, run, trained
 
 NEW = {"auto_resume_from_checkpoints": False}
 FOREIGN = {
-    "README.md": "# My project",
-    "vocab.json": "{}",
-    "train.log": "log of the user",
-    "my_rewards.py": "print()",
-    ".git/config": "[core]",
-    "data/rows.jsonl": "{}",
-    "runs/1/events": "of a tracker",
-    "previous/notes.txt": "mine",
-    "checkpoint-best/model.safetensors": "weights",
-    "checkpoint-best-2/model.safetensors": "weights",
+    "README.md": "# My project", "vocab.json": "{}", "train.log": "log of the user", "my_rewards.py": "print()",
+    ".git/config": "[core]", "data/rows.jsonl": "{}", "runs/1/events": "of a tracker", "previous/notes.txt": "mine",
+    "checkpoint-best/model.safetensors": "weights", "checkpoint-best-2/model.safetensors": "weights",
     "config.json": "{}",  # an adapter has none
-}
+}  # fmt: skip
 
 
 def contents(folder):
@@ -158,15 +152,7 @@ def test_a_folder_that_is_read_as_data_is_refused(inputs, tmp_path):
 
 MISSING = [{"path": "/no.jsonl", "type": "completion"}]
 PLAIN = {"eval_steps": None, "val_set_size": 0}
-
-
-def checkpoints(folder):
-    return {path.name for path in folder.glob("checkpoint-*")}
-
-
-def steps_with_a_loss(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["step"] for row in rows if "loss" in row]
+checkpoints = lambda folder: {path.name for path in folder.glob("checkpoint-*")}
 
 
 @pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])

@@ -186,14 +186,11 @@ def test_hooks_that_fail(make, tmp_path, seen):
     assert seen == [("pre_model_load",)]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("FailsEarly", "FailsEarly.pre_model_load failed: KeyError: 'early'"),
-        ("Sets", "a plugin cannot change learning_rate of the config by setting cfg.learning_rate. Set it in the"),
-        ("LoadsRows", "LoadsRows.load_datasets returned .*, but rows are read from datasets"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("FailsEarly", "FailsEarly.pre_model_load failed: KeyError: 'early'"),
+    ("Sets", "a plugin cannot change learning_rate of the config by setting cfg.learning_rate. Set it in the"),
+    ("LoadsRows", "LoadsRows.load_datasets returned .*, but rows are read from datasets"),
+])  # fmt: skip
 def test_hooks_that_end_a_run_before_it_starts(make, name, message):
     with pytest.raises(ConfigError, match=message):
         train(make(plugins=[PATH + name]))

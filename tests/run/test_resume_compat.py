@@ -13,26 +13,17 @@ from transformers import AutoTokenizer
 
 from ebft.config.section import flat_settings
 from ebft.methods.method import foreign_keys
-from ebft.run import resume_compat
+from ebft.run import resume_compat as compat
 from ebft.run.config.schema import RunConfig
 from ebft.run.resume_compat import NOT_COMPARED, optimizer_keys, run_record, warn_of_changes, write_run_keys
 from tests.run.crash import config_of
+from tests.run.prepared.test_key import changed
 
 SELECT = ("rl", "ebft.mode", "reward_model", "process_reward_model")
-ELSEWHERE = {*resume_compat.FIXED, *resume_compat.OF_OPTIMIZER, "lr_groups", "embedding_lr", "embedding_lr_scale"}
+ELSEWHERE = {*compat.FIXED, *compat.OF_OPTIMIZER, "lr_groups", "embedding_lr", "embedding_lr_scale"}
 ELSEWHERE |= {"loraplus_lr_ratio", "loraplus_lr_embedding"}
 FAMILIES = ("sft", "stream", "strided", "structured_full", "grpo", "dpo", "kto", "orpo", "simpo", "reward_model")
 URL = "https://example.com/reward?token=abcdefgh"
-
-
-def with_value(config, key, value):
-    changed = config.model_copy(deep=True)
-    *path, name = key.split(".")
-    section = changed
-    for part in path:
-        section = getattr(section, part)
-    setattr(section, name, value)
-    return changed
 
 
 @pytest.mark.first(3)
@@ -41,9 +32,7 @@ def with_value(config, key, value):
 def test_every_key_is_compared_or_listed_with_a_reason(family):
     """A key that changes gives a line, unless it is listed, or not read by the method."""
     config = config_of(family, Path("inputs"), Path("out"))
-    all_of = lambda each: (
-        resume_compat.run_keys(each) | resume_compat.compared_settings(each, False) | optimizer_keys(each, None)
-    )
+    all_of = lambda each: compat.run_keys(each) | compat.compared_settings(each, False) | optimizer_keys(each, None)
     before, idle = all_of(config), foreign_keys(config) | {"ebft", "trl", "vllm", "bf16"}
     idle -= {"structured_full": {"ebft", "trl"}, "grpo": {"ebft", "trl"}, "strided": {"ebft"}}.get(family, set())
     keys = [key for key, _ in flat_settings(config) if key not in (*SELECT, "base_model", "gguf_file")]
@@ -51,9 +40,9 @@ def test_every_key_is_compared_or_listed_with_a_reason(family):
     known = {key for key, _ in flat_settings(config)}
     assert NOT_COMPARED.keys() <= known | {key.partition(".")[0] for key in known}
     for key in keys:
-        now = all_of(with_value(config, key, "another"))
+        now = all_of(changed(config, key, "another"))
         differs = any(name in before and before[name] != now[name] for name in now)
-        of_adapter = key in resume_compat.FIXED and key.startswith(("lora_", "peft_"))
+        of_adapter = key in compat.FIXED and key.startswith(("lora_", "peft_"))
         unread = key.partition(".")[0] in idle or (config.adapter is None and of_adapter)
         unread |= config.adapter is not None and key == "unfrozen_parameters"
         listed = key in NOT_COMPARED or key.partition(".")[0] in NOT_COMPARED
@@ -139,25 +128,22 @@ EPSILON = of_file("model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps":
 PREFIX = of_file("model/tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
 
 
-@pytest.mark.parametrize(
-    ("changes", "act", "expected"),
-    [
-        ({}, of_model(one_value), ["other weights of base_model: model. The trained weights come from the checkpoint"]),
-        ({}, of_model(one_value, "reward"), ["another model in the folder of trl.reward_funcs: ./reward"]),
-        ({}, EPSILON, ["config.json: rms_norm_eps: 1e-05 instead of 1e-06"]),
-        ({}, PREFIX, ["other contents of the tokenizer's files: tokenizer.json"]),
-        ({}, of_file("template.jinja", "[0]", "[1]"), ["chat_template: another text of template.jinja"]),
-        ({}, of_file("own_parts.py", "1.0", "2.0"), ["other code in own_parts. It applies from here on"]),
-        ({}, of_file("rows.jsonl", "one", "two"), [
-            "other contents of datasets: rows.jsonl. Training continues after the same number", "test_datasets: rows"]),
-        (OF_TRL, of_model(one_value), [
-            "trl.beta: 0.1 instead of null. It applies from here on, without effect on earlier steps",
-            "trl.temperature: 1.0 instead of 0.7", "other weights of base_model"]),
-        ({"seed": 7, "sequence_len": 99}, NOTHING, ["seed: 7 instead", "sequence_len: 99"]),
-        ({"metric_for_best_model": "loss"}, NOTHING, ["metric_for_best_model: loss instead of null"]),
-        ({}, NOTHING, ["16 rows per step instead of 8 (2 processes instead of 1, micro_batch_size: 1"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "act", "expected"), [
+    ({}, of_model(one_value), ["other weights of base_model: model. The trained weights come from the checkpoint"]),
+    ({}, of_model(one_value, "reward"), ["another model in the folder of trl.reward_funcs: ./reward"]),
+    ({}, EPSILON, ["config.json: rms_norm_eps: 1e-05 instead of 1e-06"]),
+    ({}, PREFIX, ["other contents of the tokenizer's files: tokenizer.json"]),
+    ({}, of_file("template.jinja", "[0]", "[1]"), ["chat_template: another text of template.jinja"]),
+    ({}, of_file("own_parts.py", "1.0", "2.0"), ["other code in own_parts. It applies from here on"]),
+    ({}, of_file("rows.jsonl", "one", "two"), [
+        "other contents of datasets: rows.jsonl. Training continues after the same number", "test_datasets: rows"]),
+    (OF_TRL, of_model(one_value), [
+        "trl.beta: 0.1 instead of null. It applies from here on, without effect on earlier steps",
+        "trl.temperature: 1.0 instead of 0.7", "other weights of base_model"]),
+    ({"seed": 7, "sequence_len": 99}, NOTHING, ["seed: 7 instead", "sequence_len: 99"]),
+    ({"metric_for_best_model": "loss"}, NOTHING, ["metric_for_best_model: loss instead of null"]),
+    ({}, NOTHING, ["16 rows per step instead of 8 (2 processes instead of 1, micro_batch_size: 1"]),
+])  # fmt: skip
 def test_each_change_is_a_line(lines, changes, act, expected):
     found = lines(changes, act, processes=2 if "rows per step" in expected[0] else 1)
     assert len(found) == len(expected), found
@@ -187,17 +173,10 @@ MOVED |= {"trl": {**KEYS["trl"], "reward_funcs": ["own_rewards.score", "./moved/
 FREE = {"max_steps": 9, "num_epochs": 3, "micro_batch_size": 4, "logging_steps": 7, "save_steps": 5, "eval_steps": 2}
 FREE |= {"hub_model_id": "a/b", "wandb_project": "x", "use_ray": True, "gradient_checkpointing": True}
 VERSION = of_file("model/config.json", '"transformers_version": "', '"transformers_version": "1')
+MAY_CHANGE = [(MOVED, move), ({**FREE, "dataloader_num_workers": 1}, NOTHING), ({}, VERSION)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "act"),
-    [
-        (MOVED, move),
-        ({**FREE, "dataloader_num_workers": 1}, NOTHING),
-        ({}, VERSION),
-        ({"micro_batch_size": 4}, NOTHING),
-    ],
-)
+@pytest.mark.parametrize(("changes", "act"), MAY_CHANGE)
 def test_what_may_change_gives_no_line(lines, changes, act):
     assert lines(changes, act) == []
 
@@ -209,7 +188,7 @@ def test_a_finished_run_and_a_sweep(inputs, lines):
         f"No effect: learning_rate: 0.1 instead of 1e-05. The run of {folder} is complete.",
     ]
     for key, value in {"max_steps": 3, **changes}.items():  # a sweep starts runs with other settings again
-        assert resume_compat.has_other_settings(record({key: value})[0], folder) is (key in changes)
+        assert compat.has_other_settings(record({key: value})[0], folder) is (key in changes)
 
 
 def test_secrets_are_not_stored_and_long_values_are_shortened(inputs, lines):

@@ -29,12 +29,10 @@ BEST = {"load_best_model_at_end": True, "greater_is_better": True}
 REWARDED = {**TRL, "max_completion_length": 8, "beta": 0.1, "reward_funcs": ["tests.run.test_sharded.reward"]}
 RUNS = {
     "sft": ("sft_full", {**BEST, "save_steps": 1, "save_total_limit": 3, "eval_steps": 1}),
-    "sft, packed": ("sft_packed", {"eval_steps": 1}),
-    "strided": ("strided_full", {}),
-    "strided, adapter": ("strided", {}),
-    "structured": ("structured_full", {}),
+    "sft, packed": ("sft_packed", {"eval_steps": 1}), "strided": ("strided_full", {}),
+    "strided, adapter": ("strided", {}), "structured": ("structured_full", {}),
     "grpo": ("grpo_synced_reference", {"trl": REWARDED}),
-}
+}  # fmt: skip
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 OTHERS = {
     "structured, sampled": ("structured_full", {"gradient_checkpointing": True, "eval_steps": 1}),
@@ -144,10 +142,7 @@ def on_cpu():
 
 
 def start_deepspeed():
-    """Start DeepSpeed with a process group, without which accelerate lets every process be the only one on CPU.
-
-    `ebft train` therefore refuses it there.
-    """
+    """Start DeepSpeed with a process group, without which each process would be the only one: refused on CPU."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # an extension, which takes a compiler minutes
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)

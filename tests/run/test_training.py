@@ -99,15 +99,12 @@ COMPARED = {"chosen": [TURNS[0], ANSWERS[0]], "rejected": [TURNS[0], ANSWERS[1]]
 PREFERENCES = dict.fromkeys(("dpo", "ipo", "orpo", "simpo"), COMPARED)
 PREFERENCES |= {"kto": {"prompt": TURNS[:1], "completion": ANSWERS[:1], "label": True}}
 ROWS = {
-    **PREFERENCES,
-    "paper_full": QUESTION,
-    "paper_lora": QUESTION,
-    "strided_prompt_completion": PAIR,
+    **PREFERENCES, "paper_full": QUESTION, "paper_lora": QUESTION, "strided_prompt_completion": PAIR,
     "structured_multiturn": {"messages": [*TURNS, *TURNS]},
     "sft_chat": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "hello"}]},
     "reward_model": {"system": "", "input": "Say hello.", "chosen": "hello", "rejected": "no"},
     "process_reward_model": {"prompt": "Say hello.", "completions": ["hel", "lo"], "labels": [True, False]},
-}
+}  # fmt: skip
 CHAT = ["chat_template=chatml", "sequence_len=120"]  # the tiny model has no chat template
 # Servers are for make test-vllm.
 SAMPLED = ["use_vllm=false", "async_prefetch=false", "max_completion_length=6", "vllm_mode=server"]

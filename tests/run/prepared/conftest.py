@@ -10,13 +10,10 @@ import pytest
 from ebft.run.config.schema import RunConfig
 
 METHODS = {
-    "sft": {"rl": None},
-    "strided": {},
-    "packed": {"sample_packing": True},
-    "text": {"type": "ebft_pretrain.transform"},
-    "structured": {"mode": "structured"},
+    "sft": {"rl": None}, "strided": {}, "packed": {"sample_packing": True},
+    "text": {"type": "ebft_pretrain.transform"}, "structured": {"mode": "structured"},
     "grpo": {"rl": "grpo", "trl": {"num_generations": 2, "reward_funcs": ["feature_matching"]}},
-}
+}  # fmt: skip
 
 RUN = {"sequence_len": 64, "val_set_size": 2, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3}
 RUN |= {"save_strategy": "no"}
@@ -40,16 +37,12 @@ def make(rows_file, tiny_llama_dir, tmp_path):
         ebft = {"context_length": 4, "stride": 4, "generate_max_len": 2, "n_samples_per_prompt": 2}
         trl = {"num_generations": 2, "max_completion_length": 4}
         values = {
-            "base_model": str(tiny_llama_dir),
-            "special_tokens": {"pad_token": "<|end|>"},
-            "rl": "ebft",
+            "base_model": str(tiny_llama_dir), "special_tokens": {"pad_token": "<|end|>"}, "rl": "ebft",
             "ebft": {"mode": keys.pop("mode", "strided"), **ebft, **keys.pop("ebft", {})},
             "trl": {**trl, **keys.pop("trl", {})},
             "datasets": [{"path": str(rows_file), "type": keys.pop("type", "ebft_strided_structured.transform")}],
-            "output_dir": str(tmp_path / "out"),
-            **RUN,
-            **keys,
-        }
+            "output_dir": str(tmp_path / "out"), **RUN, **keys,
+        }  # fmt: skip
         with warnings.catch_warnings(action="ignore"):
             return RunConfig.from_dict({key: value for key, value in values.items() if value is not None})
 
