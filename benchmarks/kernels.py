@@ -2,9 +2,6 @@
 
     python -m benchmarks.kernels                            # strided, one document of 512, 1024 and 2048 tokens
     python -m benchmarks.kernels --lengths 1024 --lines 20  # also the lines that start most
-    python -m benchmarks.kernels --runs structured "structured LoRA" --lengths 512
-
-`python -m benchmarks.guard` compares the kernels and waits of these runs at 512 tokens with the stored ones.
 
 Trains a small random Llama of 16 layers with `ebft.train` on the device of tests/devices/pretend.py, on which the code
 takes the branches that a GPU takes (separate passes for sampling and training, a fused optimizer). The second step is

@@ -6,8 +6,6 @@ A real vLLM serves the small model of the other benchmark, and a proxy delays ea
 as long as training, where a step that does one after the other wastes most. Synchronous and asynchronous steps then
 run in one process, on one core, the server on another. Generating is what a synchronous step waits for its rollouts,
 training is the rest of it, and an asynchronous step should take little more than the longer of the two.
-
-Prints a card, a table and one JSON line, and writes the JSON.
 """
 
 from __future__ import annotations

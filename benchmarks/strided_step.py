@@ -9,9 +9,6 @@ A step is the forward and backward pass of the loss for one document. Both train
 the same document with the same weights, options and type. At each length the first step of each is for warming up and
 for memory; seconds are those of the median of the steps after it. The floor is what the matrix products that our step
 executes would take at the rate of a large matrix product, measured between the rounds.
-
-Prints a card, a table and one JSON line; writes JSON after every length and plots at the end. Numbers are worth having
-from an idle machine only: the card says its load.
 """
 
 from __future__ import annotations

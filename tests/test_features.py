@@ -98,7 +98,7 @@ def test_a_network_that_differs_from_its_plain_model_is_refused(tmp_path):
         of_strided(tiny_model("gemma2"), other, tmp_path)
     with pytest.raises(ModelError, match="LlamaForCausalLM: features with shared prompts differ"):
         of_structured(tiny_model("gemma2"), other, make_chat_tokenizer())
-    with pytest.raises(ModelError, match="feature_network has 7 tokens, the policy"):
+    with pytest.raises(ModelError, match="feature_network knows 7 tokens"):
         of_strided(tiny_model("gemma2"), tiny_model("llama", vocab_size=7), tmp_path)
 
 

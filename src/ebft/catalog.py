@@ -88,7 +88,10 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
     The marker files of earlier versions have no sizes: None stands for any.
     """
     mark = folder / MARK
-    found = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+    try:
+        found = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+    except ValueError:  # an incomplete file
+        return None
     sizes = found.pop("files", {"model.safetensors": None})
     return sizes if found == model.origin else None
 
@@ -129,6 +132,8 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     error = DataError if kind == "dataset" else ModelError
     path = _path(name)
     if exists(path):
+        if not path.is_file() and not path.is_dir():  # reading from a pipe may never end
+            raise error(f"{key}: {name} is a pipe, a device or a socket. Give a regular file.")
         return path
     if kind == "model" and name in MODELS:
         folder = fetched_folder(name)

@@ -115,6 +115,9 @@ def go_on_without_output() -> None:
 
 def open_streams() -> None:
     """Replace sys.stdout and sys.stderr with streams that do not raise OSError."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed by the shell: in this order, each gets its own descriptor back
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r", closefd=False))
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         buffer = getattr(stream, "buffer", None)

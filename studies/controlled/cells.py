@@ -73,7 +73,7 @@ class Cell:
         rate = RATES[self.size] * self.rate * (10 if self.method == "sft" else 1)
         found = [f"base_model={self.folder / 'start'}", f"datasets.0.path={self.folder / f'train{self.seed}.jsonl'}"]
         found += [f"output_dir={self.model}", f"learning_rate={rate:g}", f"seed={self.seed}"]
-        if self.method == "sft" and self.setting == "tenth":
+        if self.setting == "tenth":
             return [*found, f"budget.flops={BUDGET[self.size] / 10}"]
         if self.setting == "decay":
             return [*found, "lr_scheduler=cosine", f"max_steps={round(BUDGET[self.size] / flops_of_a_step)}"]

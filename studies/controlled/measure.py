@@ -1,9 +1,6 @@
-"""Measures a model against the source of its texts: exactly where that is possible, else on samples.
+"""Measures a model against the source of its texts, with the metrics of README.md.
 
-`kl` is KL(source || model) in nats a text: the divergence of the true distribution of the next word from the model's,
-summed along test texts, so that only the choice of the texts is random. Samples at several temperatures give `valid`,
-the share of texts without an error, `coverage`, the divergence of the modes of valid samples from the true modes, and
-`until_error`, the words before the first error or the end.
+`kl` is summed over the next words of test texts, so that only the choice of the texts is random.
 """
 
 from __future__ import annotations

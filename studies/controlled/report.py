@@ -1,7 +1,4 @@
-"""The tables and the figure of the controlled study, from the files in results/.
-
-python studies/controlled/report.py                  # prints the tables and writes results/frontier.png
-"""
+"""The tables of the controlled study, which are printed, and results/frontier.png, from the files in results/."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Where does EBFT win? Methods beside each other on texts whose distribution is known, for the same FLOPs.
-
-    python studies/controlled/run.py --list              # all runs in their order, and which have results
-    python studies/controlled/run.py --hours 1           # starts no further run after an hour
-    python studies/controlled/run.py --only 'traces-*'   # the runs of these names
-    python studies/controlled/report.py                  # the tables and the figure of the results
-
-Each finished run is a file in results/; one that is deleted is made again, with one thread to the same numbers.
-"""
+"""Methods beside each other on texts whose distribution is known, for the same FLOPs: README.md has the commands."""
 
 from __future__ import annotations
 
@@ -72,8 +64,9 @@ def result_of(cell: Cell) -> dict[str, Any]:
     if cell.method != "start":
         shutil.rmtree(cell.model)
     seconds = {"train": trained_in, "measure": time.perf_counter() - began - trained_in}
+    found |= {"seconds": seconds, "machine": machine(torch.device("cpu"))}
     shown = [override.replace(f"{OUTPUT}/", "") for override in overrides]
-    return {"cell": cell.__dict__, "overrides": shown, "cost": cost, "seconds": seconds, **found, "machine": card()}
+    return {"cell": cell.__dict__, "overrides": shown, "cost": cost, **found}
 
 
 def start(cell: Cell, source: Source) -> Path:
@@ -128,11 +121,6 @@ def save_random_model(folder: Path, words: list[str], shape: dict[str, int]) -> 
     torch.manual_seed(0)
     config = LlamaConfig(**tokens, **shape, max_position_embeddings=128, tie_word_embeddings=False)
     LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def card() -> dict[str, Any]:
-    """Threads, versions, commit, date."""
-    return machine(torch.device("cpu"))
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

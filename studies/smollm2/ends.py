@@ -3,9 +3,7 @@
     python studies/smollm2/ends.py --seeds 0             # a file in results/ends for each run; again: what is missing
     python studies/smollm2/ends.py --table               # the table of docs/results.md, from these files
 
-Measured on the study's test translations: the cross-entropy of the tokens that end a text and of the others, the
-probability of an end where the text goes on, chrF of greedy translations and of samples, and the feature-matching loss
-of blocks up to the end. A stopped run goes on from its last checkpoint.
+A stopped run goes on from its last checkpoint.
 """
 
 from __future__ import annotations

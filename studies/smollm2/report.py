@@ -1,8 +1,4 @@
-"""The tables and the figure of docs/results.md, from results/: `python studies/smollm2/report.py`.
-
-Prints the table of docs/results.md, and how EBFT, mean, and SFT on as many documents differ from every other model of
-their task and start. Draws results/overview.png where matplotlib is installed.
-"""
+"""The tables and the figure of docs/results.md, from results/: `python studies/smollm2/report.py`."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@
     python studies/smollm2/run.py --scale tiny           # minutes: a random model, a few rows; in outputs/study/tiny
     python studies/smollm2/report.py                     # the tables and the figure of the results
 
-Each finished run is a file in results/cells; one that is deleted is made again. A stopped run goes on from its last
-checkpoint: the same command again. The same command in a second terminal takes the runs that the first has not begun.
-Exit status 1 where a run failed, 2 for wrong usage.
+Each finished run is a file in results/cells; the same command continues a stopped one from its last checkpoint. In a
+second terminal, it takes the runs that the first has not begun.
 """
 
 from __future__ import annotations

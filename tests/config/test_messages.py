@@ -82,6 +82,8 @@ def structured(**trl):
     ({**PROMPTS, "ebft": {"rl_coef": 0.0}}, "ebft.rl_coef: 0 has no effect in structured mode"),
     (dataset(train_on_split="test", split="dev"), "split and train_on_split are two names of the same key"),
     (dataset(roles={"user": ["a"], "assistant": ["b", "a"]}), "datasets.0.roles: a is listed for more than one role"),
+    (dataset(type={"format": "{instruction.__class__} x"}), "placeholder {instruction.__class__}; expected"),
+    (dataset(type={"no_input_format": "{output}"}), "unknown placeholder {output}; expected {instruction}"),
     (dataset(trust_remote_code=True), "trust_remote_code: the datasets library runs no code"),
     (dataset(roles_to_train=[]), "roles_to_train: \\[\\] trains on no turn. List roles .*message_field_training"),
     (dataset(type="completion", roles={"user": ["a"]}), "roles has no effect with type: completion.*chat_template"),

@@ -43,7 +43,7 @@ def test_fields_that_rows_do_not_have():
     lengths = {"input_ids": [1, 2, 3, 4], "prompt_length": 2}, {"input_ids": [1, 2], "prompt_length": None}
     batch = DocumentCollator(0)([lengths[0], {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, lengths[1]])
     assert batch["prompt_length"].tolist() == [2, 1, 0]
-    batch = DocumentCollator(0)([{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}])
+    batch = DocumentCollator(0)([{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 0.5, 1]}])
     assert batch["labels"].tolist() == [[-100, -100, 3, 4]]
     masks = {"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 0, 1]}
     assert DocumentCollator(0)([{"input_ids": [1, 2, 3, 4], **masks}])["labels"].tolist() == [[-100, -100, -100, 4]]

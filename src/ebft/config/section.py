@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields
 from functools import cache, wraps
 from itertools import pairwise
 from pathlib import Path
+from string import Formatter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -230,6 +231,15 @@ class PromptFormat(Section):
     else format with an empty input."""
 
     _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
+
+    @field_validator("system_format", "format", "no_input_format")
+    def _known_placeholders(cls, text: str | None, info: pydantic.ValidationInfo) -> str | None:
+        known = {"system_format": ("system",), "format": ("instruction", "input"), "no_input_format": ("instruction",)}
+        for _, name, spec, conversion in Formatter().parse(text or ""):
+            if name is not None and (name not in known[str(info.field_name)] or spec or conversion):
+                names = " and ".join(f"{{{name}}}" for name in known[str(info.field_name)])
+                raise ValueError(f"unknown placeholder {{{name}}}; expected {names}. Double other braces.")
+        return text
 
 
 class ShapeKeys(Section):

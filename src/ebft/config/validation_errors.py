@@ -60,6 +60,8 @@ def _wanted(detail: dict[str, Any]) -> str | None:
         return str(context["error"]) if isinstance(context["error"], ExpectedError) else None
     if kind == "literal_error":
         return context["expected"]
+    if kind == "too_short":
+        return f"a list with at least {context['min_length']} element"
     words = detail["msg"].removeprefix("Input should be ").partition(",")[0]
     return _WANTED.get(kind, f"a value {words}" if words.startswith(("greater", "less")) else words)
 

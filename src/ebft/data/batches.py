@@ -132,7 +132,7 @@ class DocumentCollator:
         given = lambda row, name: torch.as_tensor(row[name], dtype=torch.long) if name in row else None
         ids, masks, labels = ([given(row, name) for row in rows] for name in ("input_ids", "attention_mask", "labels"))
         masks = [torch.ones_like(tokens) if mask is None else mask for tokens, mask in zip(ids, masks)]
-        trained = lambda row, mask: torch.stack([mask, *(given(row, name) for name in _MASKS if name in row)]).prod(0)
+        trained = lambda row, mask: torch.stack([mask, *(torch.as_tensor(row[n]) for n in _MASKS if n in row)]).prod(0)
         labels = [
             tokens.masked_fill(trained(row, mask) == 0, IGNORE) if label is None else label
             for row, tokens, mask, label in zip(rows, ids, masks, labels)

@@ -132,8 +132,9 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
             warn(f"chat_template: {choice}: the template of the tokenizer is used.")
     else:
         with doing(f"using chat_template: {choice!r:.100}"):
-            path, template = Path(choice).expanduser(), choice
+            template = choice
             if "{{" not in choice and "{%" not in choice:
+                path = Path(choice).expanduser()
                 if not path.is_file():
                     raise ModelError(
                         f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*NAMES, KEEP])}, "

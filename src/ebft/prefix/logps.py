@@ -87,10 +87,13 @@ class Float32Results(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             dtype = head_dtype(weight)
             if dtype in _HALF and type(weight) in PLAIN and weight.is_floating_point():
-                kept = self._rounded.get(id(weight), (weight, weight._version, weight))
-                if kept[1] != weight._version or kept[2].dtype != dtype:
-                    kept = self._rounded[id(weight)] = weight, weight._version, weight.detach().to(dtype)
-                return _Float32Linear.apply(x, weight, bias, kept[2])
+                rounded = weight
+                if weight.dtype != dtype:
+                    kept = self._rounded.get(id(weight))
+                    if kept is None or kept[1] != weight._version:
+                        kept = self._rounded[id(weight)] = weight, weight._version, weight.detach().to(dtype)
+                    rounded = kept[2]
+                return _Float32Linear.apply(x, weight, bias, rounded)
         return func(*args, **(kwargs or {}))
 
 

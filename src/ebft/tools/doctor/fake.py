@@ -162,7 +162,12 @@ def register() -> Any:
     for name in ("silu_backward", "_fused_rms_norm"):  # one kernel, not those that they consist of elsewhere
         library.impl(name, getattr(aten, name).default, "PrivateUse1")
     _torch.Generator = DeviceGenerator
-    _torch.utils.swap_tensors = _swap
+
+    def swap(given: Any, other: Any) -> None:  # PyTorch's own refuses tensors with weak references
+        given.data = other  # of a parameter whose module is moved
+        given.fake_device = other.fake_device
+
+    _torch.utils.swap_tensors = swap
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # of copied tensors
     PLAIN.add(FakeTensor)
     for module in (optimizer, _foreach_utils):
@@ -172,12 +177,6 @@ def register() -> Any:
     _torch._C._set_only_lift_cpu_tensors(True)
     Counting().__enter__()
     return fallback, library
-
-
-def _swap(given: Any, other: Any) -> None:
-    """Of a parameter whose module is moved; PyTorch's own swap refuses tensors with weak references."""
-    given.data = other
-    given.fake_device = other.fake_device
 
 
 _casts: dict[int, tuple[Tensor, Tensor]] = {}  # of weights, in the lower precision, until autocast ends

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, longest_reference, without_end
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, ModelError, NonFiniteLossError, prefixed, warn
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed, warn
 from ebft.features import pool_sequence
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.load import as_trained
@@ -60,6 +61,8 @@ def evaluate(
     `after_each` is called with the evaluation of the models so far, since a later model may fail. Raises ConfigError,
     DataError or ModelError for errors that the user can correct.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
     config = as_trained(config, Path(config.output_dir))
     tasks.check_comparable(config)
     settings = Settings.of(config)
