@@ -38,14 +38,16 @@ def table(groups: Results, place: str) -> str:
     baselines = [seeds for name, seeds in groups.items() if name.startswith(f"{place}-sft")]
     for name, seeds in groups.items():
         if name.startswith(f"{place}-"):
-            cells = [spread([seed[metric] or 0.0 for seed in seeds]) for metric in METRICS]
+            cells = [spread([seed[key] for seed in seeds if seed.get(key) is not None]) for key in METRICS]
             won = "" if "-ebft" not in name and "-structured" not in name else wins(seeds, baselines)
             lines.append(f"| {name.removeprefix(f'{place}-')} | {len(seeds)} | {' | '.join(cells)} | {won} |")
     return "\n".join(lines)
 
 
 def spread(values: list[float]) -> str:
-    """Mean ± half of the range."""
+    """Mean ± half of the range; empty without values."""
+    if not values:
+        return ""
     half = (max(values) - min(values)) / 2
     return f"{statistics.fmean(values):.4g}" + (f" ± {half:.2g}" if half else "")
 
