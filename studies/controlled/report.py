@@ -46,10 +46,8 @@ def table(groups: Results, place: str) -> str:
 
 def spread(values: list[float]) -> str:
     """Mean ± half of the range; empty without values."""
-    if not values:
-        return ""
-    half = (max(values) - min(values)) / 2
-    return f"{statistics.fmean(values):.4g}" + (f" ± {half:.2g}" if half else "")
+    half = (max(values) - min(values)) / 2 if values else 0
+    return (f"{statistics.fmean(values):.4g}" if values else "") + (f" ± {half:.2g}" if half else "")
 
 
 def wins(seeds: list[dict[str, Any]], baselines: list[list[dict[str, Any]]]) -> str:
