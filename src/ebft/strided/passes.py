@@ -100,7 +100,7 @@ class RegularDraws:
 class Nodes:
     """All nodes (C,) of the first T levels, with the fields of `Level`.
 
-    path (C, T): the node of each token up to it; the node itself after its last. of_rollouts (M, N, T): the
+    path (C, T): the node of each token up to it; after the last one, the node itself. of_rollouts (M, N, T): the
     node of each rollout token. With `is_merged` False, each rollout has nodes of its own: C = T * R, and node t * R + r
     is token t of rollout r.
     """
