@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from ebft.methods.processes import deepspeed_settings
-from tests.fetch.conftest import tiny_model  # noqa: F401  a fixture
+from tests.fetch.test_convert import tiny_model  # noqa: F401  a fixture
 
 
 def test_a_model_is_fetched_once_listed_and_named_in_configs(ebft, refused, tiny_model, write_config):  # noqa: F811
