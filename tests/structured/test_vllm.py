@@ -129,7 +129,7 @@ def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeyp
     monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", lambda: callback)
     result = train(config)
     assert killed and len(steps_of(result.trainer.state.log_history)) == 4
-    assert len(children) >= 3 and eventually(lambda: not alive(children), seconds=10)  # supervisor, server, engine
+    assert len(children) >= 3 and eventually(lambda: not alive(children), seconds=60)  # supervisor, server, engine
 
 
 def test_another_base_model_vocabulary_or_temperature_is_refused(base, port, tmp_path, tiny_tokenizer_dir):

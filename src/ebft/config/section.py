@@ -269,7 +269,7 @@ class ShapeKeys(Section):
     """SFT and strided mode: key of messages with true or false (or 1 or 0), whether the turn is trained on. For turns
     without it, their role decides."""
     field_thinking: NotBlank = Field(THINKING, description="Key of messages with the thinking before the content.")
-    template_thinking_key: NotBlank = THINKING
+    template_thinking_key: NotBlank = Field(THINKING)
     """Key with which thinking is passed to the template; content writes it into the content, as a <think> block."""
     split_thinking: bool = False
     """Pass thinking in tags at the start of an assistant's content to the chat template separately, as
@@ -278,7 +278,7 @@ class ShapeKeys(Section):
     field_system: NotBlank | None = None
     """Column with the system message of a chat. If unset: for chats without one, the column system if rows have it."""
     system_prompt: NotBlank | None = Field(None, description="System message of chats without one.")
-    field_tools: NotBlank = "tools"
+    field_tools: NotBlank = Field("tools")  # with a plain value, pydantic 2.9 gives it to all NotBlank
     """Column with the descriptions of tools for the chat template, a list or JSON text; rows may lack it. For chats."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template for the rows of this dataset, such as {enable_thinking: false}."""
