@@ -62,6 +62,16 @@ def test_what_is_measured_adds_up(small_run):
     assert results["recompilations"]["frames"] == {"ours": 0, "ours bfloat16": 0, "ours second forward": 0}
 
 
+@pytest.mark.skipif(WHEEL is None, reason="needs EBFT_AXOLOTL_WHEEL, the wheel of axolotl 0.19.0")
+@pytest.mark.parametrize("preset", ["7m", "1b"])
+def test_the_published_trainer_steps_beside_ours(tmp_path, preset):
+    arguments = ("--preset", preset, "--lengths", "24", "--overhead-steps", "0", "--recompile-steps", "0")
+    results, printed = run(tmp_path / "out.json", *arguments, "--wheel", WHEEL)
+    row = results["lengths"][0]["sides"]["axolotl"]
+    assert row["failed"] is None and sum(row[phase] for phase in PHASES) == pytest.approx(row["step"], rel=1e-3)
+    assert results["card"]["axolotl"] == "0.19.0" and "axolotl / ours: " in printed
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_fused_attention_is_counted(is_causal):
     query = torch.randn(1, 2, 10, 8, requires_grad=True)
