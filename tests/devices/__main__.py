@@ -2,7 +2,6 @@
 
 Prints what the second step starts and waits for, by line of `src/ebft`. Fails if an operation mixes devices, which
 names the line, if a logged number or a trained weight is not the CPU's, or if a step waits more often than it may.
-The process is one of its own, since PyTorch starts its threads for the backward passes of a device only once.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 Tensors on `pretend:0` and `pretend:1` are PyTorch's own, made by DLPack from memory of the CPU, and one kernel, a
 `_Call`, computes all operations on CPU tensors with their memory, so results are equal to the CPU's to the last digit.
 As with CUDA, an operation on tensors of two devices is an error, and reading a value waits for the device. `record`
-counts kernels and waits by line.
-
-The backend is registered for the whole process, before its first backward pass: use it in a process of its own.
+counts kernels and waits by line. Use it in a process of its own, for which the backend is registered.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ def test_a_resumed_run_says_nothing_twice(tiny_llama_dir, tmp_path):
     assert "cross-entropy diverges" in callback.reported
     resumed, lines = trained(14, str(tmp_path / "checkpoint-12"))
     assert lines == first and "cross-entropy diverges" in resumed.reported
-    # A checkpoint from before: the values until then are known, so it is recognised at the same step.
     assert trained(12, str(tmp_path / "checkpoint-4"))[1][len(first)]["step"] == first[0]["step"]
     args, state = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(is_world_process_zero=True, global_step=14)
     resumed.failed(NonFiniteLossError("The loss is nan"), args, state)

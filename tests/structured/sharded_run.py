@@ -1,8 +1,6 @@
 """Short runs for test_sharded.py: `python -m tests.structured.sharded_run OUT.pt NAME...`; in torchrun, under FSDP2.
 
-Both make the same optimizer steps of 16 completions: one process has them all, each of two has half of them. In runs
-with `replicated` in their name, each process has all weights.
-"""
+One process has 16 completions a step, each of two has half of them; of `replicated` runs, each has all weights."""
 
 import os
 import sys

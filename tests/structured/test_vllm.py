@@ -1,8 +1,4 @@
-"""Structured training over a real vLLM server, whose interpreter EBFT_VLLM_PYTHON names (make test-vllm).
-
-One server, started as a user would start it, serves a small model trained on the standard library; a proxy in front
-of it adds faults where a test needs them.
-"""
+"""Structured training over a real vLLM server, with faults that a proxy adds (make test-vllm)."""
 
 import json
 import os
