@@ -84,6 +84,7 @@ def is_running(pid):
     return path.exists() and "\nState:\tZ" not in path.read_text()
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measure, monkeypatch, tmp_path):
     monkeypatch.setitem(gpu.PARTS, "step", replace(gpu.PARTS["step"], minutes=0.05))
     ways = {"device": "failed", "exactness": "crash", "tests": "killed", "step": "hang", "kernels": "skipped"}

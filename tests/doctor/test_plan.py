@@ -71,11 +71,10 @@ def measured(config):
 
 
 @pytest.mark.parametrize("name, shape", [
-    ("SFT", "tiny"), pytest.param("strided LoRA", "tiny", marks=pytest.mark.slow),
-    pytest.param("structured LoRA", "tiny", marks=pytest.mark.slow),
-    pytest.param("DPO LoRA", "tiny", marks=pytest.mark.slow), pytest.param("strided", "medium", marks=pytest.mark.slow),
-    pytest.param("structured LoRA", "medium", marks=pytest.mark.slow),
+    ("SFT", "tiny"), ("strided LoRA", "tiny"), ("structured LoRA", "tiny"), ("DPO LoRA", "tiny"), ("strided", "medium"),
+    ("structured LoRA", "medium"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
     """Each phase runs the operations of the real step: within 15% of its peak, and within 6% of its FLOPs."""
     one_row = {"micro_batch_size": 1} if (name, shape) == ("strided", "medium") else {}  # which takes a minute

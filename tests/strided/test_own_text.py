@@ -100,8 +100,8 @@ def deviations(tmp_path, rows_of, batches, rows, **options):
 @pytest.mark.first(1)
 @pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("rows_of", "options"), [
-    (chats, {"embed_method": "last_token"}), (texts, {}), (answers, {"n_samples_per_prompt": 2}),
-    (answers, {"advantage_estimator": "reinforce"}),
+    pytest.param(chats, {"embed_method": "last_token"}, marks=pytest.mark.slow), (texts, {}),
+    (answers, {"n_samples_per_prompt": 2}), (answers, {"advantage_estimator": "reinforce"}),
 ])  # fmt: skip
 def test_the_expected_gradient_is_zero(rows_of, options, tmp_path):
     bias, directions = deviations(tmp_path, rows_of, 12, 96, **options)
