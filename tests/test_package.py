@@ -138,7 +138,7 @@ for found in pkgutil.walk_packages(ebft.__path__, "ebft."):
 
 @pytest.mark.slow
 def test_strided_mode_and_plain_fine_tuning_need_no_trl():
-    code = "import sys; sys.modules['trl'] = None; import ebft.run, ebft.sft.trainer, ebft.methods.strided"
+    code = "import sys; sys.modules['trl'] = None; import ebft.run, ebft.sft.trainer, ebft.methods.ebft"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

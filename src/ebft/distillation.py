@@ -22,10 +22,9 @@ from ebft.data.conversation import Renderer
 from ebft.errors import DataError
 from ebft.models.causal_lm import backbone_of, end_token_ids, frozen_copy, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.pretrained import disable_dropout
-from ebft.structured.config import STOPS, check_generation_kwargs
+from ebft.structured.config import STOPS, check_generation_kwargs, check_rows
 from ebft.structured.rollouts.local import only_config
 from ebft.structured.trl import EpochSampler, positions_from_mask
-from ebft.structured.validation import check_rows
 from ebft.trainer import OverTrainer
 
 with warnings.catch_warnings():  # of TRL, on import; the documentation says it
@@ -74,7 +73,7 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
                 check_rows(name, rows, args, needs_reference=True)
         disable_dropout(model)
         args.distillation_topk = min(args.distillation_topk, unwrap_adapter(model).config.get_text_config().vocab_size)
-        ends = end_token_ids(model, {*self.renderer.end_ids(), *options.pop(STOPS, ())})
+        ends = end_token_ids(model, {*self.renderer.template.end_ids, *options.pop(STOPS, ())})
         unknown = list(unknown_ids(model, processing_class)) or None
         args.generation_kwargs = {"suppress_tokens": unknown} | options | {"eos_token_id": sorted(ends)}
         args.max_prompt_length = None  # rows fit into sequence_len

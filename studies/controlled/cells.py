@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ EBFT = {
     "blocks of 2": ("ebft.generate_max_len=2", "ebft.stride=2"),
     "batch 128": ("gradient_accumulation_steps=4",),
     "last token": ("ebft.embed_method=last_token",),
+    "decay": ("lr_scheduler=cosine", "max_steps=136"),
+    "long": ("budget.flops=1e13",),
     "lora": ("adapter=lora", "lora_r=8", "lora_alpha=16", "lora_target_linear=true"),
 }
 
@@ -75,33 +78,31 @@ class Cell:
         found += [f"output_dir={self.model}", f"learning_rate={rate:g}", f"seed={self.seed}"]
         if self.setting == "tenth":
             return [*found, f"budget.flops={BUDGET[self.size] / 10}"]
-        if self.setting == "decay":
+        if self.method == "sft" and self.setting == "decay":
             return [*found, "lr_scheduler=cosine", f"max_steps={round(BUDGET[self.size] / flops_of_a_step)}"]
         return [*found, f"budget.flops={BUDGET[self.size]}", *EBFT[self.setting]]
 
 
+# The runs of each source and size, written method:setting@rate; what answers most comes first.
+USUAL = "sft sft:decay sft@0.1 ebft ebft:whitened ebft:ce_0.2 rlvr"
+SINGLE = "ebft@0.1 ebft@0.3 ebft@3 structured " + " ".join(
+    f"ebft:{name.replace(' ', '_')}" for name in EBFT if name not in ("", "long")
+)
+PLAN = {
+    "shifted-small": "sft sft@0.1 sft@0.01 ebft@0.3 ebft ebft@3 ebft@0.1 ebft:decay ebft:long@0.3 " + SINGLE,
+    "moved-small": "sft:tenth sft:tenth@0.3 sft:tenth@0.1 ebft:ce_0.2 ebft:ce_1 ebft ebft@3 sft sft:decay sft@0.1",
+    **dict.fromkeys(("traces-small", "brackets-small"), f"{USUAL} {SINGLE}"),
+    **dict.fromkeys(("sentences-small", "traces-large", "brackets-large", "sentences-large"), USUAL),
+}
+
+
 def planned() -> Iterator[Cell]:
-    """All runs in their order: what answers most comes first."""
-    for seed in range(3):
-        yield from [Cell("moved", "small", "start")] if not seed else []
-        for setting, rate in (("", 1.0), ("decay", 1.0), ("", 0.1), ("tenth", 1.0), ("tenth", 0.3), ("tenth", 0.1)):
-            yield Cell("moved", "small", "sft", setting, rate, seed)
-        for setting, rate in (("", 1.0), ("ce 0.2", 1.0), ("ce 1", 1.0), ("ce 1", 3.0), ("", 3.0)):
-            yield Cell("moved", "small", "ebft", setting, rate, seed)
-        for size in SIZES:
-            for source in ("traces", "brackets", "sentences"):
-                yield from [Cell(source, size, "start")] if not seed else []
-                for setting, rate in (("", 1.0), ("decay", 1.0), ("", 0.1)):
-                    yield Cell(source, size, "sft", setting, rate, seed)
-                for setting in ("", "whitened", "ce 0.2"):
-                    yield Cell(source, size, "ebft", setting, seed=seed)
-                yield Cell(source, size, "rlvr", seed=seed)
-            for source in ("brackets", "traces") if size == "small" else ():  # rates, and one setting at a time
-                for rate in (0.1, 0.3, 3.0):
-                    yield Cell(source, size, "ebft", rate=rate, seed=seed)
-                for setting in list(EBFT)[1:]:
-                    yield Cell(source, size, "ebft", setting, seed=seed)
-                yield Cell(source, size, "structured", seed=seed)
+    """All runs in their order, seed by seed."""
+    for seed, (place, runs) in itertools.product(range(3), PLAN.items()):
+        for run in ("start " * (seed == 0) + runs).split():
+            name, _, rate = run.partition("@")
+            method, _, setting = name.partition(":")
+            yield Cell(*place.split("-"), method, setting.replace("_", " "), float(rate or 1), seed)
 
 
 CELLS = list(dict.fromkeys(planned()))

@@ -71,7 +71,7 @@ class Brackets:
 
 
 class Moved(Brackets):
-    """Brackets with other shares of kinds and words: the start knows Brackets and has 200 texts to learn from."""
+    """Brackets with other shares of kinds and words: the start knows Brackets."""
 
     seed = 1000
 
@@ -139,8 +139,9 @@ class Sentences:
         return tuple(text)
 
 
-SOURCES: dict[str, type[Source]] = {"brackets": Brackets, "traces": Traces, "sentences": Sentences, "moved": Moved}
-BEFORE: dict[str, type[Source]] = {"moved": Brackets}  # what the start has learned, if it is another source
+SOURCES: dict[str, type[Source]] = {"brackets": Brackets, "traces": Traces, "sentences": Sentences}
+SOURCES |= {"moved": Moved, "shifted": Moved}
+BEFORE: dict[str, type[Source]] = {"moved": Brackets, "shifted": Brackets}  # what the start has learned
 FEW = {"moved": 200}  # the number of training texts, where they are repeated
 
 

@@ -50,7 +50,7 @@ def make_data(study: Study) -> dict[str, str]:
     Raises ValueError where the stored results were measured on other documents.
     """
     from ebft import load_config
-    from ebft.models.tokenizer import load_tokenizer
+    from ebft.models.pretrained import load_tokenizer
 
     folder, new = study.output / "data", study.output / "data.new"
     if study.is_tiny and not Path(study.base_model, "config.json").exists():

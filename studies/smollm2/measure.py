@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ebft import evaluate, load_config
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.tools.evaluation.models import load_subject
 from ebft.transformers_internals import cache_argument
 

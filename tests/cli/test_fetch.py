@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from ebft.methods.processes import deepspeed_settings
+from ebft.methods.base_config import deepspeed_settings
 from tests.fetch.test_convert import tiny_model  # noqa: F401  a fixture
 
 

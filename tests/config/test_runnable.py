@@ -5,14 +5,14 @@ import pytest
 
 from ebft.errors import ConfigError, MissingPackageError
 from ebft.machine import Machine
-from ebft.methods.processes import check_deepspeed
+from ebft.methods.base_config import check_deepspeed
 from ebft.run.checks import check_machine, check_runnable, launched_processes
 from tests.config.conftest import warned
 
 
 @pytest.mark.parametrize("method", [{"rl": "ebft", "ebft": {"mode": "strided"}}, {"rl": "ebft"}, {"rl": "grpo"}])
 def test_partitioned_parameters(make, monkeypatch, method):
-    monkeypatch.setattr("ebft.methods.processes.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.methods.base_config.find_spec", lambda name: object())
     reward = {"trl": {"reward_funcs": ["os.path.join"]}} if method["rl"] == "grpo" else {}
     for given in ("zero3", "zero3_offload", {"zero_optimization": {"stage": 3}}):
         check_deepspeed(make(**method, **reward, deepspeed=given))
@@ -58,7 +58,7 @@ def test_the_processes_are_those_that_accelerate_starts(monkeypatch):
 
 
 def test_the_doctor_counts_the_logits_that_a_step_keeps(make, monkeypatch):
-    monkeypatch.setattr("ebft.methods.processes.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.methods.base_config.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="chunked_cross_entropy is incompatible with ZeRO-3"):
         check_runnable(make(deepspeed="zero3", chunked_cross_entropy=True))
     for keys, keeps in (({}, False), ({"chunked_cross_entropy": False}, True), ({"torch_compile": True}, True),

@@ -32,7 +32,7 @@ def parts(tokenizer, conversation):
 def test_one_terminating_token_is_left_out(chat_tokenizer):
     renderer = Renderer(chat_tokenizer)
     end, eos = chat_tokenizer.convert_tokens_to_ids("<|im_end|>"), chat_tokenizer.eos_token_id
-    assert renderer.end_ids() == {end, eos}
+    assert renderer.template.end_ids == {end, eos}
     for prompt, end_id in ((PROMPT, end), ("text", eos)):
         found = [conversation_of(renderer, prompt, text) for text in ("yes<|im_end|>", "yes")]
         assert found[0].reference_ids == found[1].reference_ids and found[0].end_id == end_id

@@ -4,7 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
-from ebft.models.tokenizer import FALLBACK, KEEP, NAMES
+from ebft.models.pretrained import FALLBACK, KEEP, NAMES
 from ebft.prefix.attention.attention_adapters import FAMILIES as ADAPTED
 from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, tiny_model
 

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from ebft.models.load import load_model_config
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.config.schema import load_config
 from ebft.tools.doctor.memory import advice, memory_checks, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
@@ -89,7 +89,7 @@ def test_what_is_found_without_a_step_and_the_weights(doctor, tmp_path, monkeypa
     monkeypatch.setattr("ebft.tools.doctor.run.load_model", None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     find, absent = importlib.util.find_spec, ("bitsandbytes", "deepspeed", "trackio", "wandb")
-    for module in ("importlib.util", "ebft.methods.processes", "ebft.run.reporting"):
+    for module in ("importlib.util", "ebft.methods.base_config", "ebft.run.reporting"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name, *rest: None if name in absent else find(name, *rest))
     code, found = doctor(write_inputs("sft", tmp_path), "--no-step", *overrides)
     assert code == (level == "error") and message in found[level, name], found
@@ -99,7 +99,7 @@ def test_what_is_found_without_a_step_and_the_weights(doctor, tmp_path, monkeypa
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
     path = write_inputs("strided_full", tmp_path)
     monkeypatch.setattr("ebft.tools.doctor.memory.available_memory", lambda device: (2**20, "a small machine"))
-    monkeypatch.setattr("ebft.run.rehearsal.free_disk", lambda folder: (2**10, tmp_path))
+    monkeypatch.setattr("ebft.run.checkpoints.free_disk", lambda folder: (2**10, tmp_path))
     code, found = doctor(path, "save_strategy=epoch")
     assert code == 1 and "adapter: lora" in found["error", "memory"] and "a small machine" in found["error", "memory"]
     assert "save_total_limit" in found["error", "disk"] and "not run" in found["warning", "step"]

@@ -15,7 +15,7 @@ from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, inputs_of
 from ebft import RunConfig, train
 from ebft.errors import ModelError
 from ebft.models.load import load_model_config
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.training import arranged, run_rows
 from ebft.tools.doctor import known
 from ebft.tools.doctor import plan as planning

@@ -18,8 +18,8 @@ from ebft.models.load import (
     warn_of_lost_steps,
     weights_dtype,
 )
-from ebft.models.quantised_experts import unpacked_size
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
+from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import forward_flops
 from tests.file_edits import as_mxfp4
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits

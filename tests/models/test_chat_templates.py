@@ -7,7 +7,7 @@ from datasets import Dataset
 from jinja2 import TemplateError
 
 from ebft.data.apply import Source, tokenise
-from ebft.models.tokenizer import NAMES, apply_chat_template_choice, named_template
+from ebft.models.pretrained import NAMES, apply_chat_template_choice, named_template
 from ebft.run.config.schema import RunConfig
 from tests.structured.conftest import make_chat_tokenizer
 from tests.structured.trainers import ASSISTANT, USER

@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from ebft.catalog import adapted_head
 from ebft.errors import ModelError
 from ebft.models.adapter import load_saved_adapter
-from ebft.models.files import adapted_head
 
 
 def adapter(folder, **settings):

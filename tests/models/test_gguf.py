@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ebft.errors import ModelError
 from ebft.models.load import load_base_model, load_model
-from ebft.models.pretrained import load, pretrained_config, pretrained_model, pretrained_tokenizer
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load, load_tokenizer, pretrained_config, pretrained_model, pretrained_tokenizer
 from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
 from tests.gguf_files import write_gguf
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.models.adapter import load_saved_adapter, lora_config
 from ebft.models.load import load_base_model, load_model
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.tools.evaluation.models import load_subject
 from ebft.tools.export.merge import adapter_in_folder, merge_adapter
 from ebft.tools.inference.models import model_in_folder

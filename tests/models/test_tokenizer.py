@@ -5,7 +5,7 @@ import warnings
 import pytest
 from transformers import AutoTokenizer
 
-from ebft.models.tokenizer import load_tokenizer, named_template
+from ebft.models.pretrained import load_tokenizer, named_template
 
 
 def test_eos_pads_with_one_warning(make_config):

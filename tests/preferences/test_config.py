@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ebft.errors import ConfigError, DataError
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.trainer import training_arguments
 from ebft.run.training import train

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ebft.errors import DataError
 from ebft.models.load import load_model, load_model_config
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.run.training import load_data
 from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, trained, write_inputs

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from ebft.errors import RewardError
-from ebft.reward_functions.calls import _own, checked_reward, in_chunks
+from ebft.reward_functions import _own, checked_reward, in_chunks
 
 
 class Judge:

@@ -13,7 +13,7 @@ from pickle import PicklingError
 import pytest
 
 from ebft.errors import RewardError
-from ebft.reward_functions.calls import RewardWorkers, run_in_workers
+from ebft.reward_functions import RewardWorkers, run_in_workers
 from ebft.run_files import is_alive
 from tests.reward_functions import functions
 from tests.serving.processes import eventually
@@ -131,7 +131,7 @@ def test_programs_end_with_the_process_that_started_them(tmp_path, exit_code):
 
 
 def test_processes_end_with_a_killed_owner(tmp_path):
-    code = "from ebft.reward_functions.calls import RewardWorkers\nfrom tests.reward_functions import functions\n"
+    code = "from ebft.reward_functions import RewardWorkers\nfrom tests.reward_functions import functions\n"
     code += "if __name__ == '__main__':\n    RewardWorkers(1, None, lambda: 1).parallel(functions.waits)"
     (tmp_path / "owner.py").write_text(f"{code}(prompts=[{str(tmp_path / 'id')!r}])\n")
     root = Path(__file__).parents[2]

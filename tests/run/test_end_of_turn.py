@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ebft import RunConfig, train
 from ebft.models.load import load_model
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.output import declare_end_of_turn
 from ebft.run.training import load_data
 from ebft.tools.export.merge import MergeSource, merge_adapter

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from ebft import train
 from ebft.errors import ConfigError, ModelError
 from ebft.models.load import load_model
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.trainer import rates_of
 from tests.run.conftest import LORA, strided
 

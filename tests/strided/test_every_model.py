@@ -15,9 +15,8 @@ from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.models.pretrained import disable_dropout
 from ebft.prefix.forward import check_supported, prepare
-from ebft.strided.embed import embed_blocks
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.loss import score
+from ebft.strided.loss import embed_blocks, score
 from ebft.strided.rollout import sample_rollouts
 from ebft.strided.validation import check_parity
 from ebft.structured.scoring import check_shared_prompt_parity as check_shared_prompts

@@ -16,9 +16,8 @@ from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
 from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from ebft.strided.embed import embed_blocks
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.loss import score
+from ebft.strided.loss import embed_blocks, score
 from tests.strided.families import tiny_model
 
 END, USER, LONGEST = 2, 3, 16

@@ -16,7 +16,7 @@ from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.run.checks import check_runnable
 from ebft.run.config.schema import RunConfig
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.validation import checked
+from ebft.structured.config import checked
 from tests.serving.processes import free_port
 from tests.structured.conftest import lora
 from tests.structured.tool_model import ANSWER, CALL, EXAMPLES, RESULT, make_tool_model, tool_model, tool_tokenizer

@@ -15,9 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.keys.data import DataSettings
 from ebft.config.section import Section
 from ebft.config.user_functions import user_code
-from ebft.data.columns import Columns, check_unread
 from ebft.data.json_files import without_added_keys
-from ebft.data.row_counts import DROPPED, LEFT_OUT, NO_PROMPT, TRUNCATED, UNTHINKING, Dropped, RowCounts, take_left_out
+from ebft.data.row_counts import (
+    DROPPED,
+    LEFT_OUT,
+    NO_PROMPT,
+    TRUNCATED,
+    UNTHINKING,
+    Columns,
+    Dropped,
+    RowCounts,
+    check_unread,
+    take_left_out,
+)
 from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows

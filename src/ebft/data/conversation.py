@@ -141,7 +141,7 @@ class Renderer:
                     "remaining_turns requires a prompt of messages, since the chat template joins the turns"
                 )
             text = reply["content"]
-            ids = without_end(ids_after(self.tokenizer, prompt, text), self.end_ids())
+            ids = without_end(ids_after(self.tokenizer, prompt, text), self.template.end_ids)
             is_fast = self.tokenizer.is_fast
             thinking = mask_after(self.tokenizer, prompt, text, thinking_spans(text))[: len(ids)] if is_fast else None
             return Conversation([Turn(given, ids, thinking=thinking)], given, self.tokenizer.eos_token_id)
@@ -172,7 +172,7 @@ class Renderer:
             last += ends[0] if ends else 0
             ids = tokens.ids[first:last]
             if index == replies[-1]:  # of others, what follows depends on it
-                ids = without_end(ids, self.end_ids())
+                ids = without_end(ids, self.template.end_ids)
             thinking = None
             if self.tokenizer.is_fast:
                 thoughts = thinking_spans(found.text, place.start, place.stop)
@@ -189,9 +189,9 @@ class Renderer:
         for before, index in zip(replies, replies[1:]):
             text = template.after_reply(messages[:before], messages[before + 1 : index], add_generation_prompt=True)
             ids = ids_after(self.tokenizer, "", text)
-            ended = next((number + 1 for number, token in enumerate(ids) if token in self.end_ids()), 0)
+            ended = next((number + 1 for number, token in enumerate(ids) if token in self.template.end_ids), 0)
             content = messages[index].get("content") or ""
-            reference = without_end(ids_after(self.tokenizer, text, content), self.end_ids())
+            reference = without_end(ids_after(self.tokenizer, text, content), self.template.end_ids)
             turns.append(Turn(ids, reference, ended))
         return turns
 
@@ -226,10 +226,6 @@ class Renderer:
         if not ids:
             raise DataError("cannot sample from an empty prompt. Provide a prompt, or use a tokenizer with a BOS token")
         return list(ids)
-
-    def end_ids(self) -> set[int]:
-        """Tokens that end a reply: end of sequence, and the chat template's end of turn if it is a special token."""
-        return {self.tokenizer.eos_token_id, self.template.end_of_turn_id} - {None}
 
 
 def longest_reference(rows: Any, renderer: Renderer) -> int | None:

@@ -16,7 +16,7 @@ from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config.keys.data import DataSettings
 from ebft.data import row_counts
 from ebft.data.apply import FEATURES
-from ebft.data.conversation import Renderer
+from ebft.data.rendering import ChatTemplate
 from ebft.data.tables import map_rows, rows_at_once
 from ebft.data.transforms.rows import IGNORE
 
@@ -26,7 +26,7 @@ _TOKENS = ("input_ids", "labels")
 def block_options(config: DataSettings, ebft: Any, tokenizer: Any) -> BlockOptions:
     """The options `ebft` of blocks, with the tokens that end a text, and the length at which texts are cut."""
     are_cut = config.excess_length_strategy not in ("drop", "raise")
-    ends = Renderer(tokenizer, config.required_rows.chat_template_kwargs).end_ids()
+    ends = ChatTemplate(tokenizer, kwargs=config.required_rows.chat_template_kwargs).end_ids
     return BlockOptions.of(ebft, ends, config.sequence_len if are_cut else None)
 
 

@@ -9,8 +9,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ebft.config.section import ShapeKeys
-from ebft.data.columns import first_present, first_shape, has_column, optional_text, value_of
-from ebft.data.row_counts import EMPTY_TURN, NO_PROMPT, SAME_ROLE, Dropped
+from ebft.data.row_counts import (
+    EMPTY_TURN,
+    NO_PROMPT,
+    SAME_ROLE,
+    Dropped,
+    first_present,
+    first_shape,
+    has_column,
+    optional_text,
+    value_of,
+)
 from ebft.data.tokens import THINKING, join_thinking, split_thinking
 from ebft.errors import DataError, doing
 

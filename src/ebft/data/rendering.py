@@ -89,6 +89,11 @@ class ChatTemplate:
             return ""
 
     @cached_property
+    def end_ids(self) -> set[int]:
+        """Tokens that end a reply: end of sequence, and the end of turn if it is a special token."""
+        return {self.tokenizer.eos_token_id, self.end_of_turn_id} - {None}
+
+    @cached_property
     def end_of_turn_id(self) -> int | None:
         """The special or added token that ends a reply, None if there is none.
 

@@ -84,7 +84,7 @@ def is_repository(folder: Path) -> bool:
 
 
 def repository_of(folder: Path, entry: Any) -> Repository | None:
-    """The repository that `path` of an entry is, with the configuration `name`; None for other folders."""
+    """The repository at the `path` of an entry, with its configuration `name`; None for other folders and files."""
     if entry.data_files or not folder.is_dir() or not is_repository(folder):
         return None
     place = str(folder.resolve())

@@ -124,7 +124,7 @@ def _read_all(entry: Any) -> Dataset:
         return take_split({file_formats.DEFAULT_SPLIT: Dataset.from_dict({"line": lines})}, entry.split, entry.path)
     if saved_to_disk(path) and not names_a_format(entry):
         return take_split(saved_parts(path), entry.split, entry.path)
-    found = repository_of(path, entry)
+    found = repository_of(path, entry) if path.is_dir() else None
     if found is not None:
         names = dict.fromkeys(part.partition("[")[0].strip() for part in entry.split.split("+"))
         return take_split({name: found.rows(name) for name in names}, entry.split, entry.path)
@@ -175,7 +175,7 @@ def source_files(entry: Any) -> list[tuple[str, Path]] | None:
     if path is None:
         return None
     folder = path if path.is_dir() else path.parent
-    found = None if saved_to_disk(path) else repository_of(path, entry)
+    found = repository_of(path, entry) if path.is_dir() and not saved_to_disk(path) else None
     if found is None and path.is_dir() and not entry.data_files:
         files = file_formats.files_below(path)
     else:

@@ -8,8 +8,8 @@ line in `FLAGS`.
 
 # (rl, ebft.mode) -> the class, imported on first use; mode is None for methods that do not read it.
 METHODS: dict[tuple[str | None, str | None], str] = {
-    ("ebft", "strided"): "ebft.methods.strided:Strided",
-    ("ebft", "structured"): "ebft.methods.structured:Structured",
+    ("ebft", "strided"): "ebft.methods.ebft:Strided",
+    ("ebft", "structured"): "ebft.methods.ebft:Structured",
     ("grpo", None): "ebft.methods.grpo:GRPO",
     ("gdpo", None): "ebft.methods.grpo:GDPO",
     ("sdft", None): "ebft.methods.sdft:SDFT",

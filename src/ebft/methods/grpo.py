@@ -10,8 +10,9 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ebft.catalog import reward_problem
 from ebft.config import rules
-from ebft.config.keys.nemo_gym import ENVIRONMENT, VERIFY, NemoGymKeys
+from ebft.config.keys.data import ENVIRONMENT, VERIFY, NemoGymKeys
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
@@ -19,7 +20,6 @@ from ebft.config.user_functions import find_function
 from ebft.errors import ConfigError
 from ebft.methods import method, nemo_gym
 from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method, MethodConfig, Needs
-from ebft.models.files import reward_problem
 
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows

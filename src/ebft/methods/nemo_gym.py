@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.keys.nemo_gym import ENVIRONMENT, VERIFY, NemoGymKeys, path_in
+from ebft.config.keys.data import ENVIRONMENT, VERIFY, NemoGymKeys, path_in
 
 if TYPE_CHECKING:
     from datasets import Dataset

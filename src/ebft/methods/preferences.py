@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ebft.catalog import adapted_head, adapted_heads
 from ebft.config.section import Section
 from ebft.data.transforms import PreferenceColumns
 from ebft.methods.method import Method, class_at
-from ebft.models.files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
     from ebft.machine import Machine

@@ -14,8 +14,8 @@ from pydantic import Field
 from ebft.config.options import ThinkingOption
 from ebft.config.section import Section, option_names
 from ebft.errors import ModelError
+from ebft.methods.base_config import zero_stage
 from ebft.methods.method import CROSS_ENTROPY, Method
-from ebft.methods.processes import zero_stage
 
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows

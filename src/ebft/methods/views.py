@@ -15,6 +15,7 @@ from ebft.anchors import BlockOptions
 from ebft.config.options import EBFTSection
 from ebft.data.batches import DocumentCollator, JoiningCollator
 from ebft.data.conversation import Conversation, Renderer
+from ebft.data.rendering import ChatTemplate
 from ebft.data.stream import StreamRows
 from ebft.data.transforms.rows import IGNORE
 from ebft.strided.layout import Documents, StridedLayout
@@ -362,7 +363,7 @@ class Roles:
     """Finds the roles of tokens, as runs, with the tokens that end a turn of a tokenizer and its chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._ends = tokenizer, Renderer(tokenizer).end_ids()
+        self._tokenizer, self._ends = tokenizer, ChatTemplate(tokenizer).end_ids
 
     def of_document(self, document: Mapping[str, Any]) -> list[TokenSpan]:
         """Roles of a row of `input_ids`, `labels` and `prompt_length`; raw text has the role text.

@@ -16,12 +16,11 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ebft.catalog import is_gguf, lasting_name
+from ebft.catalog import is_gguf, lasting_name, refuse_pointers
 from ebft.errors import ModelError, doing, prefixed, shortened, some_of, warn
 from ebft.files import ADAPTER_CONFIG
 from ebft.models import adapter_targets as targets
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
-from ebft.models.files import refuse_pointers
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.transformers_internals import stored_names
 

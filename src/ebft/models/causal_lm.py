@@ -15,8 +15,8 @@ from accelerate import PartialState
 from torch import distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ebft.catalog import TASKS
 from ebft.errors import ModelError
-from ebft.models.files import TASKS
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # types of weights that are numbers and nothing else
 

@@ -19,8 +19,8 @@ from ebft.catalog import as_folder, base_name, is_gguf
 from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, warn
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
-from ebft.models.pretrained import GENERATION_CONFIG, find_model, pretrained_config, pretrained_model
-from ebft.models.quantised_experts import quantise_experts, quantises
+from ebft.models.pretrained import GENERATION_CONFIG, find_base_model, find_model, pretrained_config, pretrained_model
+from ebft.models.weights import quantise_experts, quantises
 from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -131,13 +131,6 @@ def _without_effect(found: GenerationConfig) -> list[str]:
     except ValueError as error:
         return re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
     return []
-
-
-def find_base_model(config: ModelSettings) -> str:
-    """The base model's absolute path or Hub id. Raises ModelError if it is not found."""
-    if config.gguf_file is not None:
-        return find_model(base_name(config.base_model, config.gguf_file), "gguf_file")
-    return find_model(config.base_model, "base_model")
 
 
 def load_model_config(config: ModelSettings) -> Any:

@@ -1,4 +1,5 @@
-"""Loading weights: every tensor of the model must be in the files, with finite values; and models in GGUF files."""
+"""Loading weights: every tensor of the model must be in the files, with finite values; models in GGUF files, and
+experts that are quantised while they are loaded."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,17 +18,83 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from peft.tuners.lora import ParamWrapper
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
+from ebft.catalog import refuse_classifier
 from ebft.errors import ModelError, doing, some_of, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
-from ebft.models.files import refuse_classifier
-from ebft.models.quantised_experts import is_packed
 from ebft.models.weight_files import WeightFiles, weight_files
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
+
+PACKED = torch.uint8
+
+
+def quantise_experts(model: nn.Module, **options: Any) -> int:
+    """Quantise the frozen fused experts of a model in place, with `options` of `quantize_4bit`; return their number. To
+    be called with the adapter attached: PEFT takes the shapes of experts when it adapts them."""
+    from bitsandbytes.functional import quantize_4bit
+
+    # PEFT adds to a parameter before its module runs, in wrappers around it; the outermost is first.
+    outermost: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            outermost.setdefault(id(module.get_base_layer()), module)
+    count = 0
+    for module in list(model.modules()):
+        states = {}
+        for name, weight in list(module.named_parameters(recurse=False)):
+            stacks_experts = weight.dim() == 3 and weight.is_floating_point() and not isinstance(module, nn.Conv1d)
+            if not stacks_experts or weight.requires_grad or weight.shape[-1] % 2:
+                continue
+            packed, states[name] = quantize_4bit(weight.data, **options)
+            _replace(module, name, packed.view(*weight.shape[:-1], -1))
+        if states:
+            around = outermost.get(id(module), module)
+            around.register_forward_pre_hook(partial(_dequantise, module, states))
+            around.register_forward_hook(partial(_restore, module, states), always_call=True)
+            count += len(states)
+    return count
+
+
+def quantises(model: nn.Module) -> bool:
+    """Whether transformers has quantised the linear layers of a model to 4 bits."""
+    return getattr(model, "is_loaded_in_4bit", False)  # absent in others
+
+
+def unpacked_size(weight: Tensor) -> int:
+    """The number of elements that a weight stands for."""
+    return weight.nbytes * 2 if is_packed(weight) else weight.numel()
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a weight has 4 bits per element, two in each byte."""
+    return type(weight).__name__ == "Params4bit" or weight.dtype == PACKED
+
+
+def _dequantise(module: nn.Module, states: Mapping[str, Any], *call: Any) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+
+    for name, state in states.items():
+        packed = getattr(module, name).data
+        if state.absmax.device != packed.device:
+            state.to(packed.device)
+        state.packed = packed
+        _replace(module, name, dequantize_4bit(packed.view(-1, 1), state))
+
+
+def _restore(module: nn.Module, states: Mapping[str, Any], *call: Any) -> None:
+    for name, state in states.items():
+        if getattr(module, name).dtype != PACKED:  # the pre-hook may have failed
+            _replace(module, name, state.packed)
+
+
+def _replace(module: nn.Module, name: str, value: Tensor) -> None:
+    setattr(module, name, nn.Parameter(value, requires_grad=False))
+
 
 _TEXT = re.compile("|".join(TEXT_NAMES))
 _UNTIED = "so we will NOT tie them"  # in a warning of transformers

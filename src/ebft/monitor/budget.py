@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from ebft.config.keys.run import BudgetSection
 from ebft.files import STATE, json_object
 from ebft.models.causal_lm import is_reused, observers, unwrap_adapter, without_hooks
-from ebft.models.quantised_experts import unpacked_size
+from ebft.models.weights import unpacked_size
 from ebft.monitor.metrics import sums_over_ranks
 from ebft.transformers_internals import Conv1D
 

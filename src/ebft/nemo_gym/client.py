@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 
-from ebft.config.keys.nemo_gym import NemoGymKeys
+from ebft.config.keys.data import NemoGymKeys
 from ebft.config.keys.serving import base_url
 from ebft.config.load import parse_yaml
 from ebft.errors import ConfigError, ServerError, doing, shortened, told

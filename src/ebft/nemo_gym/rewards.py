@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ebft.config.keys.nemo_gym import ENVIRONMENT, VERIFY
+from ebft.config.keys.data import ENVIRONMENT, VERIFY
 from ebft.errors import ConfigError, RolloutError, doing
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
 from ebft.structured.generation import REWARD

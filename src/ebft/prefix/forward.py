@@ -26,7 +26,7 @@ from ebft.errors import ModelError
 from ebft.models.causal_lm import PLAIN, backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
 from ebft.models.sharding import is_partitioned, is_sharded, keep_head
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
-from ebft.prefix.attention.attention_adapters import adapt, check_adapted
+from ebft.prefix.attention.attention_adapters import ADAPTED, adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
 from ebft.prefix.cpu import cpu_matmul
 from ebft.prefix.gpu import fuse
@@ -108,7 +108,8 @@ def prepare(model: nn.Module) -> PreTrainedModel:
         if hasattr(module, "config"):  # modules that read the attention implementation: backbone and attention
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
-        adapt(module)
+        if type(module).__name__ in ADAPTED:
+            adapt(module)
         fuse(module)
     return causal_lm
 

@@ -3,7 +3,7 @@
 1. On the config, the files that it names and the installed packages, without torch: `check_runnable`.
 2. On the machine: `check_machine`.
 3. On the rows and the model: `check_same_everywhere` and `check_adapted_experts`. Checks of rows by a method, and of
-   memory and disk space, are in training.py and rehearsal.py.
+   memory and disk space, are in training.py and checkpoints.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened, warn
 from ebft.files import json_hash
 from ebft.machine import Machine
-from ebft.methods.processes import check_deepspeed
+from ebft.methods.base_config import check_deepspeed
 from ebft.run.config.combinations import expert_problems
 from ebft.run.config.schema import RunConfig
 from ebft.run.output import check_own
@@ -212,7 +212,8 @@ def check_served(config: RunConfig) -> None:
         return
     from transformers import PreTrainedConfig
 
-    from ebft.models.load import find_base_model, load_model_config
+    from ebft.models.load import load_model_config
+    from ebft.models.pretrained import find_base_model
 
     try:
         name = find_base_model(config)

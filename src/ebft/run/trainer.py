@@ -15,7 +15,7 @@ from ebft.config.keys.run import RATE_KEYS
 from ebft.errors import ConfigError, ModelError, doing, warn
 from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
-from ebft.methods.processes import deepspeed_settings, fsdp_arguments
+from ebft.methods.base_config import deepspeed_settings, fsdp_arguments
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor.budget import StopAtBudget
 from ebft.monitor.metrics import ConsoleMetrics, ProgressBar

@@ -30,9 +30,9 @@ from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.load import check_sequence_len, load_model, load_model_config, usable_quantisation, weights_dtype
-from ebft.models.quantised_experts import unpacked_size
+from ebft.models.pretrained import load_tokenizer
 from ebft.models.sharding import load_on_first_process, load_whole
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
 from ebft.printed import say
@@ -40,12 +40,12 @@ from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
 from ebft.run import checkpoints
 from ebft.run.callbacks import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
+from ebft.run.checkpoints import check_space, rehearse
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served
 from ebft.run.config.schema import RunConfig
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows
-from ebft.run.rehearsal import check_space, rehearse
 from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, start_trackers, tracker_environment
 from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
@@ -135,7 +135,8 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             say(f"Loading the model {config.base_model} ...", err=True)
         model = load_model(config, tokenizer, head, plugins)
         into_model = declare_end_of_turn(config, model, tokenizer, train_data)
-        await_ready(server, config.trl.vllm_server_timeout)
+        if server is not None:
+            await_ready(server, config.trl.vllm_server_timeout)
         trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server, plugins)
         settings = record if completed is None else saved_keys(completed) or record
         trainer.into_model = [partial(write_run_keys, config, others=settings), *into_model]
@@ -203,9 +204,7 @@ def _services(config: RunConfig) -> Iterator[VLLMServer | None]:
     set_seed(config.seed)
     if config.saves_per_epoch is None and config.evals_per_epoch is None:  # otherwise the steps depend on the rows
         training_arguments(config, rows=1, has_eval=bool(config.test_datasets or config.val_set_size))
-    settings = config.server_settings if config.manages_server else None
-    managed = managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes)
-    with config.method.services(config), managed as server:
+    with servers(config, config.output_dir) as server:
         if config.uses_server and config.trl.vllm_mode == "server":  # that the user started
             from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
 
@@ -213,6 +212,16 @@ def _services(config: RunConfig) -> Iterator[VLLMServer | None]:
             with closing(VLLMClient(*config.server_address, timeout)) as client:
                 client.wait_until_up()
         yield server
+
+
+@contextmanager
+def servers(config: RunConfig, folder: str) -> Iterator[VLLMServer | None]:
+    """The servers of the method inside the block; yields the vLLM server of the run, which only rank 0 starts."""
+    with ExitStack() as running:
+        running.enter_context(config.method.services(config))
+        starts = config.manages_server and is_main_process()
+        place = folder, torch.cuda.device_count(), this_machine().processes
+        yield running.enter_context(managed_server(config.server_settings, *place)) if starts else None
 
 
 def run_rows(config: RunConfig, tokenizer: Any) -> LoadedRows:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from ebft.config.keys.serving import ServerSettings, check_free, reachable_host
 from ebft.errors import EBFTError, ServerError, doing, told
 from ebft.printed import say
-from ebft.processes import LAUNCHER, is_main_process
+from ebft.processes import LAUNCHER
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 
@@ -256,24 +256,16 @@ LOG = "vllm.log"
 
 
 @contextmanager
-def managed_server(
-    settings: ServerSettings | None, output_dir: str, gpus: int, processes: int
-) -> Iterator[VLLMServer | None]:
+def managed_server(settings: ServerSettings, output_dir: str, gpus: int, processes: int) -> Iterator[VLLMServer]:
     """Start the server on the GPUs not used by the `processes` trainer processes, and stop it at the end of the block.
-
-    The server is not ready yet when the block starts. Yields None without settings, and on all processes except rank 0.
-    """
-    if settings is None or not is_main_process():
-        yield None
-        return
+    It is not ready yet when the block starts."""
     environment = device_environment(settings.vllm, processes, gpus)
     command = server_command(settings, find_interpreter(settings.vllm.python), gpus)
     with VLLMServer(command, Path(output_dir) / LOG, environment) as server:
         yield server
 
 
-def await_ready(server: VLLMServer | None, timeout: float | None) -> None:
+def await_ready(server: VLLMServer, timeout: float | None) -> None:
     """Wait until the server is ready, and restart it from then on if it exits."""
-    if server is not None:
-        server.wait_until_healthy(timeout or DEFAULT_TIMEOUT)
-        server.watch()
+    server.wait_until_healthy(timeout or DEFAULT_TIMEOUT)
+    server.watch()

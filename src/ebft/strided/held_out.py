@@ -23,9 +23,8 @@ from ebft.models.causal_lm import evaluating, positions_of
 from ebft.prefix.forward import prepare
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_score_names, feature_scores
-from ebft.strided.embed import embed_prefixes
 from ebft.strided.layout import IGNORE_INDEX, Documents, StridedLayout, mask_of
-from ebft.strided.loss import score
+from ebft.strided.loss import embed_prefixes, score
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 
 

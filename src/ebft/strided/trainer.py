@@ -23,7 +23,7 @@ from ebft.config.options import RolloutLogOption, StridedOptions
 from ebft.config.rules import resolve_single_sample, select_by_cfm_loss, validate_options
 from ebft.config.section import with_prefix
 from ebft.data.batches import DocumentCollator
-from ebft.data.conversation import Renderer
+from ebft.data.rendering import ChatTemplate
 from ebft.features import FeatureNetwork
 from ebft.machine import copy_to
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
@@ -34,10 +34,9 @@ from ebft.monitor.run_files import ScoredRollouts
 from ebft.prefix.forward import check_supported, prepare
 from ebft.prefix.sampling import Truncation
 from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
-from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
+from ebft.strided.loss import TermGradients, cross_entropy_loss, embed_blocks, policy_gradient_loss, score
 from ebft.strided.output import StepMetrics, StridedOutput
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 from ebft.strided.validation import check_grad_norms, check_parity, check_trainer_arguments, usable_rows
@@ -118,7 +117,7 @@ class StridedEBFTTrainer(OverTrainer):
         check_adapter(model)
         #: Where the blocks of documents are, and what is sampled at each.
         tokenizer = kwargs.get("processing_class")
-        known = () if tokenizer is None else Renderer(tokenizer).end_ids()
+        known = () if tokenizer is None else ChatTemplate(tokenizer).end_ids
         blocks = BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
         blocks = blocks if tokenizer is None else replace(blocks, vocabulary=unknown_ids(model, tokenizer).start)
         self.block_options: BlockOptions = blocks

@@ -23,9 +23,8 @@ from ebft.models.pretrained import rates_as_loaded
 from ebft.models.sharding import load_whole
 from ebft.prefix.forward import prepare
 from ebft.prefix.parity import check_distant_tokens, compare, refusing
-from ebft.strided.embed import layout_states
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.loss import score
+from ebft.strided.loss import layout_states, score
 from ebft.strided.rollout import sample_rollouts
 from ebft.transformers_internals import override_attn_implementation, use_one_gpu
 

@@ -55,7 +55,7 @@ class RolloutJob:
 class Generation:
     """Generates the rollouts of a trainer; `rows` and `rollouts` belong to the current batch.
 
-    `is_interactive`: whether code of the user takes part (see ebft.structured.validation). `samples_conversations`:
+    `is_interactive`: whether code of the user takes part (see ebft.structured.config). `samples_conversations`:
     whether completions follow the prompts of conversations; completions of TRL and agents follow the generation prompt.
     `reference_limit`: how the longest reference limits the length of completions. `sampled_from`: the version of the
     server's adapter, if any, and the step of the weights. `prefetcher` is set while rollouts are generated ahead.
@@ -74,7 +74,7 @@ class Generation:
         self.is_interactive = is_interactive
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
         extra = dict(args.generation_kwargs or {})
-        ends = end_token_ids(trainer.model, self.renderer.end_ids())
+        ends = end_token_ids(trainer.model, self.renderer.template.end_ids)
         self.sampling: turns.Sampling = turns.Sampling(
             **{name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
             end_ids=frozenset({*ends, *extra.pop(STOPS, ())}),

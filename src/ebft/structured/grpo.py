@@ -28,8 +28,15 @@ from ebft.models.sharding import check_version, check_whole, is_sharded, keep_ou
 from ebft.monitor.budget import forward_flops
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
-from ebft.reward_functions import calls
-from ebft.structured.config import EBFTConfig, RolloutGRPOConfig
+from ebft.reward_functions import checked_reward, in_chunks, run_in_workers
+from ebft.structured.config import (
+    EBFTConfig,
+    RolloutGRPOConfig,
+    check_arguments,
+    check_interactive,
+    check_rows,
+    checked,
+)
 from ebft.structured.generation import CONVERSATION, Generation, Prefetcher, ReadAhead, Row
 from ebft.structured.replay import PromptReuse
 from ebft.structured.reward import FeatureMatchingReward
@@ -38,7 +45,6 @@ from ebft.structured.rollouts.server import Agents
 from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, Rollout
 from ebft.structured.scoring import SharedPromptScorer
 from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL, positions_from_mask
-from ebft.structured.validation import check_arguments, check_interactive, check_rows, checked
 
 
 class RolloutGRPOTrainer(OverTRL):
@@ -87,16 +93,16 @@ class RolloutGRPOTrainer(OverTRL):
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = checked(kwargs["rollout_func"])
         loads_rewards = any(isinstance(func, str) for func in funcs)
-        funcs = calls.run_in_workers(funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
+        funcs = run_in_workers(funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
-            funcs = [calls.in_chunks(func, args.streaming_min_groups, self._group_size) for func in funcs]
+            funcs = [in_chunks(func, args.streaming_min_groups, self._group_size) for func in funcs]
         needs_reference = args.beta > 0 and not hasattr(model, "disable_adapter")
         with _reference_model(frozen_copy(model) if needs_reference else None):
             for_trl = copy.copy(args)  # TRL has no managed servers, and warns of used `model_init_kwargs`
             for_trl.model_init_kwargs = args.model_init_kwargs if loads_rewards or not self._was_named else None
             for_trl.use_vllm = args.use_vllm and not syncs_adapter
             for_trl.vllm_mode = "server" if args.uses_server else args.vllm_mode
-            super().__init__(model, [calls.checked_reward(func) for func in funcs], for_trl, **kwargs)
+            super().__init__(model, [checked_reward(func) for func in funcs], for_trl, **kwargs)
         self.args = args
         check_version(self.accelerator, args.uses_server)
         keep_output_dtype(self.accelerator)

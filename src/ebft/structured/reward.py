@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.catalog import lasting_name
+from ebft.catalog import lasting_name, reward_problem
 from ebft.config.options import RewardOptions, RewardOptionTypes
 from ebft.config.rules import options_from, resolve_single_completion
 from ebft.config.section import option_names
@@ -29,7 +29,6 @@ from ebft.machine import copy_to
 from ebft.models import pretrained
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import SCORE, backbone_of, end_token_ids
-from ebft.models.files import reward_problem
 from ebft.models.sharding import is_sharded
 from ebft.prefix.forward import run_wrapped, take_programs
 from ebft.prefix.parity import compare, refusing
@@ -78,7 +77,7 @@ class FeatureMatchingReward:
         resolve_single_completion(self.options, num_generations)
         self.num_generations = num_generations
         self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)
-        self.end_ids: set[int] = end_token_ids(model, {*self.renderer.end_ids(), *stop_token_ids})
+        self.end_ids: set[int] = end_token_ids(model, {*self.renderer.template.end_ids, *stop_token_ids})
         given = self.options.feature_layers, self.options.embed_method, self.options.feature_device
         self.network: FeatureNetwork = FeatureNetwork(model, *given, copy=copy, network=feature_network)
         if feature_network is not None:

@@ -51,7 +51,7 @@ def make(rows_file, tiny_llama_dir, tmp_path):
 
 @pytest.fixture
 def tokenizer(make):
-    from ebft.models.tokenizer import load_tokenizer
+    from ebft.models.pretrained import load_tokenizer
 
     return load_tokenizer(make())
 

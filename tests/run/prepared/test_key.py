@@ -11,7 +11,7 @@ import pytest
 import ebft
 from ebft.config.section import Section
 from ebft.files import json_hash
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run import prepared_rows
 from ebft.run.config.reference import option_groups
 from ebft.run.prepared_rows import IDLE, row_inputs, row_settings

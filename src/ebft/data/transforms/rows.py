@@ -16,14 +16,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.keys.nemo_gym import path_in
+from ebft.config.keys.data import path_in
 from ebft.data import messages as chats
 from ebft.data import tokens
-from ebft.data.columns import first_present, text_of, value_of
 from ebft.data.messages import Message, says_something
 from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate
-from ebft.data.row_counts import EMPTY, NO_PROMPT, NO_REFERENCE, NO_REPLY, Dropped
+from ebft.data.row_counts import EMPTY, NO_PROMPT, NO_REFERENCE, NO_REPLY, Dropped, first_present, text_of, value_of
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns
 from ebft.data.transforms.formats import Example, Row, reader
 from ebft.data.turns import Places, TurnLabels, trained_ranges, turn_labels

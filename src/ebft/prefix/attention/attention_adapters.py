@@ -32,7 +32,7 @@ from ebft.transformers_internals import (
 
 
 def adapt(module: nn.Module) -> None:
-    """Let an attention layer of one of `FAMILIES` take part in passes; other modules are unchanged."""
+    """Let an attention layer of one of the `ADAPTED` classes take part in passes."""
     name = type(module).__name__
     if name in _FORWARD and "forward_of_model" not in module.__dict__:
         module.forward_of_model = module.forward
@@ -157,5 +157,6 @@ _FORWARD: dict[str, Callable] = {
     "Llama4TextAttention": _llama4,
 }
 _SCALES: dict[str, Callable] = {"GPTJAttention": _gptj, "CodeGenAttention": _gptj, "GPTNeoSelfAttention": _gpt_neo}
+ADAPTED = {*_FORWARD, *_SCALES}
 # StableLM uses the interface, but does not declare it. Llama 4 declares it.
-FAMILIES = {*_FORWARD, *_SCALES, "StableLmAttention"} - {"Llama4TextAttention"}
+FAMILIES = {*ADAPTED, "StableLmAttention"} - {"Llama4TextAttention"}

@@ -16,9 +16,8 @@ from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
 from ebft.data.transforms import equivalent_transform, trains_on
 from ebft.errors import ConfigError, warn
-from ebft.methods.base_config import RayKeys
+from ebft.methods.base_config import RayKeys, fsdp_problems
 from ebft.methods.method import MethodConfig, contradictory_selection, foreign_keys
-from ebft.methods.processes import fsdp_problems
 from ebft.run.config.data import chat_templates, entry_conflicts, idle_keys, idle_stream_keys, stream_problems
 
 FOREIGN = "axolotl.integrations."
@@ -157,7 +156,7 @@ def refuse_contradictions(config: MethodConfig) -> None:
         _of_axolotl,
         _model_type,
         _schedule,
-        fsdp_problems,
+        lambda config: fsdp_problems(config, config.method.runs_plain_model),
         entry_conflicts,
         stream_problems,
         _chat_templates,

@@ -19,7 +19,7 @@ from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
 from ebft.run.config.combinations import refuse_contradictions, resolve
 
 if TYPE_CHECKING:
-    from ebft.config.keys.nemo_gym import NemoGymKeys
+    from ebft.config.keys.data import NemoGymKeys
     from ebft.methods.preferences import DPOKeys, KTOKeys, ORPOKeys, SimPOKeys
     from ebft.methods.reward_models import RewardModelKeys
 

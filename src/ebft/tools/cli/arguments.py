@@ -21,7 +21,7 @@ from ebft.catalog import MODELS, locate
 from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
 from ebft.config.validation_errors import dotted_keys, model_at
 from ebft.errors import ConfigError
-from ebft.methods.processes import FETCH
+from ebft.methods.base_config import FETCH
 from ebft.run.config.reference import choices_of, option_groups, takes_text
 from ebft.run.config.schema import RunConfig, load_config
 from ebft.tools.console import WRONG_INPUT, say_error

@@ -17,8 +17,7 @@ from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, n
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.machine import peak_resident
-from ebft.methods.base_config import QuantizationSection
-from ebft.methods.processes import FETCH, shipped_configs
+from ebft.methods.base_config import FETCH, QuantizationSection, shipped_configs
 from ebft.printed import say
 from ebft.processes import signal_handler
 from ebft.run.config.schema import load_config

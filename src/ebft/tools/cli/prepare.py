@@ -238,7 +238,7 @@ def preprocess(
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
         raise DataError(f"--html {html}: the file exists and is not an HTML page. Choose another file.")
     say_loading()
-    from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
+    from ebft.models.pretrained import load_tokenizer  # imports transformers, which is slow and not needed for help
     from ebft.run.prepared_rows import describe, prepare_rows
 
     shows = debug or html is not None or count is not None

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from ebft.machine import available_memory, gib
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import spare_gpu, weights_dtype
+from ebft.run.checkpoints import optimizer_bytes
 from ebft.run.config.schema import RunConfig
-from ebft.run.rehearsal import optimizer_bytes
 from ebft.tools.doctor.environment import Check
 from ebft.tools.doctor.rows import LongestRows
 

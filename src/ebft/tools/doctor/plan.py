@@ -31,8 +31,8 @@ from ebft.errors import ConfigError, ModelError, cause
 from ebft.machine import gib
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import load_model_config, weights_dtype
+from ebft.run.checkpoints import optimizer_bytes
 from ebft.run.config.schema import RunConfig
-from ebft.run.rehearsal import optimizer_bytes
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.tools.doctor.environment import Attempt, Check
 from ebft.tools.doctor.known import KNOWN, Card, Use, process_for_plans

@@ -23,19 +23,18 @@ from transformers import TrainerCallback
 from ebft.catalog import base_name, is_gguf
 from ebft.config.keys.run import BudgetSection
 from ebft.machine import free_disk, gib, peak_resident
-from ebft.models.load import find_base_model, load_model, load_model_config, quantisation_config, usable_attention
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.load import load_model, load_model_config, quantisation_config, usable_attention
+from ebft.models.pretrained import find_base_model, load_tokenizer
 from ebft.monitor.metrics import ConsoleMetrics
 from ebft.printed import duration, say
-from ebft.run.checkpoints import find_checkpoints
+from ebft.run.checkpoints import checkpoints_kept, disk_need, find_checkpoints, rehearse
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.config.schema import RunConfig
-from ebft.run.rehearsal import checkpoints_kept, disk_need, rehearse
 from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments
-from ebft.run.training import arranged, make_output_dir, run_rows
+from ebft.run.training import arranged, make_output_dir, run_rows, servers
 from ebft.serving.command import find_interpreter
-from ebft.serving.server import await_ready, managed_server
+from ebft.serving.server import await_ready
 from ebft.tools.doctor import rows as of_rows
 from ebft.tools.doctor.environment import Attempt, Check
 from ebft.tools.doctor.memory import Needs, advice, memory_checks, needs
@@ -221,14 +220,13 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
         pass
     with tempfile.TemporaryDirectory(prefix="ebft-doctor-") as folder:
         config = without_output(config, folder)
-        settings = config.server_settings if config.manages_server else None
-        managed = managed_server(settings, folder, torch.cuda.device_count(), this_machine().processes)
-        with config.method.services(config), managed as server:
+        with servers(config, folder) as server:
             args = training_arguments(config, rows=len(rows), has_eval=False)
             args.disable_tqdm = True
             with memory.phase("model"):
                 model = load_model(config, tokenizer, config.method.head(config))
-            await_ready(server, config.trl.vllm_server_timeout)
+            if server is not None:
+                await_ready(server, config.trl.vllm_server_timeout)
             with memory.phase("trainer setup"):
                 trainer = build_trainer(config, args, model, tokenizer, rows, None, server)
             for name, method in config.method.phases.items():

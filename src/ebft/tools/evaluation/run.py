@@ -29,7 +29,7 @@ from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, 
 from ebft.features import pool_sequence
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.load import as_trained
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
 from ebft.run.config.schema import RunConfig
@@ -274,7 +274,7 @@ class Completions:
         settings, of_run = task.settings, task.config.method.sampling(task.config)
         self._settings, self.tokenizer = settings, renderer.tokenizer
         extra = dict(of_run.extra or {})
-        self.end_ids = frozenset(end_token_ids(policy, {*renderer.end_ids(), *extra.pop("stop_token_ids", ())}))
+        self.end_ids = frozenset(end_token_ids(policy, {*renderer.template.end_ids, *extra.pop("stop_token_ids", ())}))
         extra = _for_generate(extra, of_run.regex)
         fixed = {"end_ids": self.end_ids, "extra": extra, "unknown": unknown_ids(policy, self.tokenizer)}
         sampling = Sampling(settings.temperature, **fixed, **(of_run.options or {}))

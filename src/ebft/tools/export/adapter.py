@@ -19,13 +19,13 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ebft.catalog import refuse_classifier
 from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.adapter_targets import fused_experts
-from ebft.models.files import refuse_classifier
 from ebft.models.load import weights_dtype
 from ebft.models.pretrained import REWRITE_BASE
 from ebft.models.weight_files import WeightFiles, adapter_file

@@ -23,8 +23,8 @@ from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import MODEL_WEIGHTS, RUN_FILE, file_hash, write_text
-from ebft.models.load import as_trained, find_base_model, weights_dtype
-from ebft.models.pretrained import GENERATION_CONFIG, find_model, text_model_config
+from ebft.models.load import as_trained, weights_dtype
+from ebft.models.pretrained import GENERATION_CONFIG, find_base_model, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run_files import RECORDS, keys_of_base, read_object
 from ebft.tools.export import adapter as adapters

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
+from ebft.catalog import refuse_classifier
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import ModelError, doing
 from ebft.files import json_object, read_text
-from ebft.models.files import refuse_classifier
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE

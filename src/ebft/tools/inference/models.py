@@ -22,7 +22,7 @@ from ebft.data.transforms import is_plain_text
 from ebft.errors import ModelError, doing, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.load import as_trained, load_base_model
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.models.weight_files import pickles, refuse_parts
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.run_files import keys_of_base, read_object, run_of_model

@@ -74,7 +74,7 @@ class Sampler:
         ids = self.renderer.prompt_ids(prompt)
         with self.loaded.model(base) as model, torch.no_grad():
             causal_lm = unwrap_adapter(model)
-            ends = sorted(end_token_ids(model, self.renderer.end_ids()))
+            ends = sorted(end_token_ids(model, self.renderer.template.end_ids))
             config = self.options.generation_config(model)
             if self.positions is not None:
                 if len(ids) >= self.positions:

@@ -21,7 +21,7 @@ from ebft.errors import ConfigError, DataError, ModelError, doing
 from ebft.methods import named_methods
 from ebft.methods.method import Method, selected_method
 from ebft.models.load import load_model_config
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.prefix.attention import HINT
 from ebft.prefix.forward import check_supported
 from ebft.run.config.combinations import SCHEDULES_WITHOUT_WARMUP

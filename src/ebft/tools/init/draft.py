@@ -23,7 +23,7 @@ from ebft.config.load import parse_yaml
 from ebft.errors import doing, shortened
 from ebft.files import write_text
 from ebft.machine import available_memory, gib
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.checks import check_runnable
 from ebft.run.config.reference import option_groups
 from ebft.run.config.schema import GROUPS, RunConfig

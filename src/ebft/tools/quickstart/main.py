@@ -33,7 +33,7 @@ from ebft.data.load import load_token_rows
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.models.load import load_base_model, weights_dtype
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.prefix.cpu import keep_freed_memory
 from ebft.printed import safe_console
 from ebft.run.config.schema import RunConfig, load_config

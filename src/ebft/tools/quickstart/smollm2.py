@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ebft.errors import FetchError, ModelError
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.config.schema import load_config
 from ebft.tools.fetch import fetch_model, fetch_wheel
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, moved, own_copy
