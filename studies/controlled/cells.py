@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +23,19 @@ RATES = {"small": 3e-4, "large": 1e-4}  # of EBFT and RLVR where nothing else is
 # Settings: what each changes in its method's config.
 EBFT = {
     "": (),
-    "ce 0.03": ("ebft.ce_coef=0.03",),
-    "ce 0.2": ("ebft.ce_coef=0.2",),
-    "ce 1": ("ebft.ce_coef=1",),
-    "samples 4": ("ebft.n_samples_per_prompt=4",),
-    "samples 32": ("ebft.n_samples_per_prompt=32",),
-    "diversity 0.5": ("ebft.diversity_coef=0.5",),
+    "ce_0.03": ("ebft.ce_coef=0.03",),
+    "ce_0.2": ("ebft.ce_coef=0.2",),
+    "ce_1": ("ebft.ce_coef=1",),
+    "samples_4": ("ebft.n_samples_per_prompt=4",),
+    "samples_32": ("ebft.n_samples_per_prompt=32",),
+    "diversity_0.5": ("ebft.diversity_coef=0.5",),
     "whitened": ("ebft.use_whitening=true", "ebft.whitening_space=feature"),
-    "blocks of 2": ("ebft.generate_max_len=2", "ebft.stride=2"),
-    "batch 128": ("gradient_accumulation_steps=4",),
-    "last token": ("ebft.embed_method=last_token",),
+    "blocks_of_2": ("ebft.generate_max_len=2", "ebft.stride=2"),
+    "batch_128": ("gradient_accumulation_steps=4",),
+    "last_token": ("ebft.embed_method=last_token",),
     "decay": ("lr_scheduler=cosine", "max_steps=136"),
-    "long": ("budget.flops=1e13",),
     "lora": ("adapter=lora", "lora_r=8", "lora_alpha=16", "lora_target_linear=true"),
+    "long": ("budget.flops=1e13",),
 }
 
 
@@ -53,7 +54,7 @@ class Cell:
     def group(self) -> str:
         """The name that its seeds share."""
         rate = "" if self.rate == 1 else f"rate{self.rate:g}"
-        parts = (self.source, self.size, self.method, self.setting.replace(" ", "_"), rate)
+        parts = (self.source, self.size, self.method, self.setting, rate)
         return "-".join(part for part in parts if part)
 
     @property
@@ -85,9 +86,7 @@ class Cell:
 
 # The runs of each source and size, written method:setting@rate; what answers most comes first.
 USUAL = "sft sft:decay sft@0.1 ebft ebft:whitened ebft:ce_0.2 rlvr"
-SINGLE = "ebft@0.1 ebft@0.3 ebft@3 structured " + " ".join(
-    f"ebft:{name.replace(' ', '_')}" for name in EBFT if name not in ("", "long")
-)
+SINGLE = "ebft@0.1 ebft@0.3 ebft@3 structured " + " ".join(f"ebft:{name}" for name in list(EBFT)[1:-1])
 PLAN = {
     "shifted-small": "sft sft@0.1 sft@0.01 ebft@0.3 ebft ebft@3 ebft@0.1 ebft:decay ebft:long@0.3 " + SINGLE,
     "moved-small": "sft:tenth sft:tenth@0.3 sft:tenth@0.1 ebft:ce_0.2 ebft:ce_1 ebft ebft@3 sft sft:decay sft@0.1",
@@ -100,9 +99,8 @@ def planned() -> Iterator[Cell]:
     """All runs in their order, seed by seed."""
     for seed, (place, runs) in itertools.product(range(3), PLAN.items()):
         for run in ("start " * (seed == 0) + runs).split():
-            name, _, rate = run.partition("@")
-            method, _, setting = name.partition(":")
-            yield Cell(*place.split("-"), method, setting.replace("_", " "), float(rate or 1), seed)
+            method, setting, rate = re.fullmatch(r"(\w+):?([\w.]*)@?(.*)", run).groups()
+            yield Cell(*place.split("-"), method, setting, float(rate or 1), seed)
 
 
 CELLS = list(dict.fromkeys(planned()))
