@@ -17,13 +17,12 @@ sys.path.extend(str(folder) for folder in (Path(__file__).resolve().parent, Path
 
 import torch  # noqa: E402
 from cells import CELLS, HERE, OUTPUT, SIZES, WARM, Cell  # noqa: E402
-from measure import PROMPT, measured  # noqa: E402
-from sources import BEFORE, END, FEW, SOURCES, Source, draw  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from measure import measured  # noqa: E402
+from sources import BEFORE, FEW, SOURCES, Source  # noqa: E402
 
 from benchmarks.measuring import machine  # noqa: E402
 from ebft import evaluate, load_config, train  # noqa: E402
+from ebft.examples.quickstart.brackets import draw, save_random_model, write_texts  # noqa: E402
 
 RESULTS, TEXTS, HELD_OUT = HERE / "results", 60_000, 600
 
@@ -56,7 +55,7 @@ def result_of(cell: Cell) -> dict[str, Any]:
     else:
         texts = cell.folder / f"train{cell.seed}.jsonl"
         if not texts.exists():
-            write_texts(texts, cell.source, draw(source, 10_000 + cell.seed, FEW.get(cell.source, TEXTS)))
+            write_texts(texts, draw(source, 10_000 + cell.seed, FEW.get(cell.source, TEXTS)), source=cell.source)
         overrides = cell.overrides(started["flops"] / started["steps"] / 2)  # 32 texts a step instead of 64
         cost = trained(cell.method, overrides)
     trained_in = time.perf_counter() - began
@@ -76,7 +75,7 @@ def start(cell: Cell, source: Source) -> Path:
         cell.folder.mkdir(parents=True, exist_ok=True)
         steps, rate = WARM[cell.size]
         learned = BEFORE.get(cell.source, SOURCES[cell.source])()
-        write_texts(cell.folder / "warm.jsonl", cell.source, draw(learned, 1, 64 * steps))
+        write_texts(cell.folder / "warm.jsonl", draw(learned, 1, 64 * steps), source=cell.source)
         save_random_model(cell.folder / "base", source.words, SIZES[cell.size])
         overrides = [f"base_model={cell.folder / 'base'}", f"datasets.0.path={cell.folder / 'warm.jsonl'}"]
         overrides += [f"output_dir={cell.folder / 'start'}", f"max_steps={steps}", f"learning_rate={rate}"]
@@ -95,32 +94,13 @@ def trained(method: str, overrides: list[str]) -> dict[str, float]:
 def feature_matching(cell: Cell, source: Source) -> dict[str, Any]:
     """The CFM loss of blocks of held-out texts in the start's features, less the start's, with its interval."""
     texts, start = cell.folder / "test.jsonl", cell.folder / "start"
-    write_texts(texts, cell.source, draw(source, 2, HELD_OUT))
+    write_texts(texts, draw(source, 2, HELD_OUT), source=cell.source)
     overrides = [f"base_model={start}", f"datasets.0.path={cell.folder / 'warm.jsonl'}", f"output_dir={cell.model}"]
     overrides += [f"test_datasets=[{json.dumps({'path': str(texts), 'type': 'ebft_strided_structured.transform'})}]"]
     found = evaluate(load_config(HERE / "configs" / "ebft.yaml", overrides), [str(start), str(cell.model)]).models[-1]
     differences = (found.differences, found.difference_intervals) if cell.method != "start" else ({}, {})
     change, interval = (found.get("cfm_loss") for found in differences)
     return {"cfm_loss": found.metrics["cfm_loss"], "cfm_loss_change": change, "cfm_loss_interval": interval}
-
-
-def write_texts(path: Path, source: str, texts: list[list[str]]) -> None:
-    """Rows of training: the prompt, the text and the name of the source."""
-    rows = ({"input": PROMPT, "output": " " + " ".join(text), "source": source} for text in texts)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def save_random_model(folder: Path, words: list[str], shape: dict[str, int]) -> None:
-    """A random Llama model whose tokens are the words of a source."""
-    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", END, PROMPT, *words))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    named = {"eos_token": END, "pad_token": "<pad>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
-    tokens = {"vocab_size": len(vocabulary), "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = LlamaConfig(**tokens, **shape, max_position_embeddings=128, tie_word_embeddings=False)
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

@@ -1,79 +1,15 @@
-"""Texts whose distribution is known: each next word has a computable probability, so a sample can be judged exactly.
+"""The sources of the study: `Brackets` and `Moved` are those of the tiny quickstart, with what every source can do.
 
-A source is a start state and `moves`: from a state, each possible next word with its probability and the next state. A
-word that is not among them is an error. A new source is a class with the members of `Source`, and a line in SOURCES.
+A new source is a class with the members of `Source`, and a line in SOURCES.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
 
-END = "</s>"
-Moves = dict[str, tuple[float, Hashable]]
-
-
-class Source(Protocol):
-    """A distribution over texts, given word by word."""
-
-    words: list[str]  # all but END
-    start: Hashable
-
-    def moves(self, state: Hashable) -> Moves:
-        """The next words, END among them where a text can end: probability and next state. The sum is 1."""
-
-    def mode(self, text: Sequence[str]) -> Hashable:
-        """The class of a valid text, for coverage: how often each class is sampled is compared with its probability."""
-
-
-class Brackets:
-    """Nested brackets of twelve kinds: each closes with its own name, however far its opening is."""
-
-    kinds, fillers, deepest, longest = "abcdefghijkl", 24, 6, 48
-    start = ((), 0)  # open brackets, words so far
-    seed = 0  # of the shares of kinds and words
-
-    def __init__(self) -> None:
-        self.words = [f"{side}{kind}" for side in "()" for kind in self.kinds]
-        self.words += [f"w{number}" for number in range(self.fillers)]
-        self._kinds = {kind: zipf(self.kinds, self.seed + seed) for seed, kind in enumerate(("", *self.kinds))}
-        names = self.words[2 * len(self.kinds) :]
-        self._fillers = {kind: zipf(names, self.seed + 100 + seed) for seed, kind in enumerate(self.kinds)}
-
-    def moves(self, state: Hashable) -> Moves:
-        opened, count = state
-        top = opened[-1] if opened else ""
-        may_open = len(opened) < self.deepest and count + len(opened) < self.longest
-        if not opened:
-            chances = {"open": 1.0} if not count else {"open": 0.5, "end": 0.5} if may_open else {"end": 1.0}
-        elif may_open:
-            chances = {"open": 0.2, "close": 0.3, "word": 0.5}
-        elif count + len(opened) < self.longest:
-            chances = {"close": 0.5, "word": 0.5}
-        else:
-            chances = {"close": 1.0}
-        found: Moves = {}
-        for kind, share in self._kinds[top].items() if "open" in chances else ():
-            found[f"({kind}"] = (chances["open"] * share, ((*opened, kind), count + 1))
-        for word, share in self._fillers[top].items() if "word" in chances else ():
-            found[word] = (chances["word"] * share, (opened, count + 1))
-        if "close" in chances:
-            found[f"){top}"] = (chances["close"], (opened[:-1], count + 1))
-        return found | ({END: (chances["end"], None)} if "end" in chances else {})
-
-    def mode(self, text: Sequence[str]) -> Hashable:
-        """The kind of the first bracket, and how deep the brackets are nested."""
-        depths = itertools.accumulate(1 if word[0] == "(" else -1 if word[0] == ")" else 0 for word in text)
-        return text[0], max(depths)
-
-
-class Moved(Brackets):
-    """Brackets with other shares of kinds and words: the start knows Brackets."""
-
-    seed = 1000
+from ebft.examples.quickstart.brackets import END, Brackets, Moved, Moves, Source, along, first_error
 
 
 class Traces:
@@ -143,48 +79,6 @@ SOURCES: dict[str, type[Source]] = {"brackets": Brackets, "traces": Traces, "sen
 SOURCES |= {"moved": Moved, "shifted": Moved}
 BEFORE: dict[str, type[Source]] = {"moved": Brackets, "shifted": Brackets}  # what the start has learned
 FEW = {"moved": 200}  # the number of training texts, where they are repeated
-
-
-def zipf(names: Sequence[str], seed: int) -> dict[str, float]:
-    """Shares 1, 1/2, 1/3, ... of names in an order of their own."""
-    order = random.Random(seed).sample(list(names), len(names))
-    total = sum(1 / rank for rank in range(1, len(order) + 1))
-    return {name: 1 / rank / total for rank, name in enumerate(order, 1)}
-
-
-def draw(source: Source, seed: int, count: int) -> list[list[str]]:
-    """`count` texts of the source, without END."""
-    chooser, texts = random.Random(seed), []
-    for _ in range(count):
-        text: list[str] = []
-        state = source.start
-        while True:
-            moves = source.moves(state)
-            word = chooser.choices(list(moves), [chance for chance, _ in moves.values()])[0]
-            if word == END:
-                break
-            text.append(word)
-            state = moves[word][1]
-        texts.append(text)
-    return texts
-
-
-def along(source: Source, text: Sequence[str]) -> Iterator[Moves]:
-    """The moves before each word of `text` and after its last one, up to the first word that is an error."""
-    state = source.start
-    for word in (*text, END):
-        moves = source.moves(state)
-        yield moves
-        if word not in moves:
-            return
-        state = moves[word][1]
-
-
-def first_error(source: Source, text: Sequence[str]) -> int | None:
-    """The index of the first word that the source never has there, len(text) for an end; None for a valid text."""
-    moves = list(along(source, text))
-    last = (*text, END)[len(moves) - 1]
-    return None if last in moves[-1] else len(moves) - 1
 
 
 def log_probability(source: Source, text: Sequence[str]) -> float:

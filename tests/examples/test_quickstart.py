@@ -134,17 +134,15 @@ def test_sft_on_the_same_rows(run, tiny_llama_dir, tmp_path):
     assert sft["before"] == ebft["before"] and sft["after"]["ce_loss"] != ebft["after"]["ce_loss"]
 
 
-def test_the_tiny_one_leaves_its_files_and_says_what_was_measured_and_on_what(tmp_path):
+def test_the_tiny_one_trains_with_both_methods_and_measures_exactly(tmp_path):
     output, printed = tmp_path, run_quickstart("--model", "tiny", "--output", str(tmp_path), "--seed", "1")
-    summary = summary_of(output, seed=1)
+    summary = json.loads((output / "summary.json").read_text())
     assert {"cpu_count", "platform", "python", "torch", "transformers", "ebft", "commit"} <= set(summary["machine"])
-    assert summary["config"]["ebft"]["seed"] == 1 and "max_steps" in summary["config"]["base"]
-    assert {"data", "base", "before", "ebft", "after"} <= set(summary["seconds"])
-    assert [set(sample) for sample in summary["samples"]] == [{"prompt", "before", "after", "reference"}] * 3
-    for file in ("data/held_out.jsonl", "init/config.json", "base/config.json", "ebft/adapter_config.json"):
-        assert (output / file).is_file()
-    assert "reference" in (output / "samples.txt").read_text()
-    assert "ebft train" in printed and "summary.json" in printed
-    lines = lambda part: (output / "data" / f"{part}.jsonl").open()
-    files = [{json.loads(line)["file"] for line in lines(part)} for part in ("base", "ebft", "held_out")]
-    assert all(files) and len(set.union(*files)) == sum(map(len, files)), "parts share no file"
+    assert summary["config"]["ebft"]["seed"] == 1 and "rl" not in summary["config"]["sft"]
+    assert {"base", "sft", "sft-tenth", "ebft", "measure"} <= set(summary["seconds"])
+    models = summary["models"]
+    assert len({model["kl"] for model in models.values()}) == len(models) == 4
+    assert all(model["kl"] > 0 and 0 <= model["valid"] <= 1 for model in models.values())
+    commands_of = [" ".join(command) for command in commands(printed, "train")]
+    assert sum(f"output_dir={output / name}" in command for name in models for command in commands_of) >= 4
+    assert "EBFT with ce_coef 0.2" in printed and (output / "samples.txt").read_text().startswith("\nbase\n")

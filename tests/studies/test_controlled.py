@@ -12,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ebft.examples.quickstart import brackets
+from ebft.examples.quickstart.brackets import END, along, draw, first_error
+
 FOLDER = Path(__file__).parents[2] / "studies" / "controlled"
 
 
@@ -45,7 +48,7 @@ class Coin:
 
 @pytest.mark.parametrize("name", ["brackets", "traces", "sentences"])
 def test_sources(name):
-    from sources import END, SOURCES, along, draw, first_error, log_probability
+    from sources import SOURCES, log_probability
 
     source = SOURCES[name]()
     texts = draw(source, 0, 300)
@@ -62,7 +65,7 @@ def test_sources(name):
 
 
 def test_what_is_an_error():
-    from sources import Brackets, Traces, first_error
+    from sources import Brackets, Traces
 
     error = lambda source, text: first_error(source, text.split())
     assert error(Brackets(), "(a (b w1 )b )a (c )c") is None
@@ -72,7 +75,7 @@ def test_what_is_an_error():
 
 
 def test_probabilities_are_those_of_samples():
-    from sources import draw, log_probability
+    from sources import log_probability
 
     counts = collections.Counter(map(tuple, draw(Coin(), 0, 20_000)))
     every = [text for length in (1, 2) for text in itertools.product(Coin.words, repeat=length)]
@@ -93,13 +96,11 @@ def bigrams(input_ids):
 
 
 def test_kl_by_enumeration(monkeypatch):
-    import measure
     from sources import log_probability
 
-    monkeypatch.setattr(measure, "BATCH", 700)
-    monkeypatch.setattr(measure, "TEXTS", 10_000)
+    monkeypatch.setattr(brackets, "BATCH", 700)
     bigrams.config = SimpleNamespace(vocab_size=len(IDS))
-    found = measure.kl(bigrams, IDS, Coin())
+    found = brackets.kl(bigrams, IDS, Coin(), draw(Coin(), 999, 10_000), (1.0, 0.6))
     expected = {1.0: 0.0, 0.6: 0.0}
     for text in (text for length in (1, 2) for text in itertools.product(Coin.words, repeat=length)):
         truth, words = log_probability(Coin(), text), ("go", *text, "</s>")
@@ -114,7 +115,6 @@ def test_kl_by_enumeration(monkeypatch):
 
 def test_samples_are_judged():
     from measure import judged, true_modes
-    from sources import draw
 
     modes = true_modes(Coin())
     assert modes == pytest.approx({"h": 0.75, "t": 0.25}, abs=0.01)
@@ -140,7 +140,7 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sources.SOURCES, "coin", Coin)
     monkeypatch.setattr(run, "TEXTS", 2000)
     monkeypatch.setattr(run, "HELD_OUT", 20)
-    for name, value in {"TEXTS": 40, "SAMPLES": 20, "BATCH": 10}.items():
+    for name, value in {"TEXTS": 40, "SAMPLES": 20}.items():
         monkeypatch.setattr(measure, name, value)
     for module in (run, report):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")

@@ -178,7 +178,9 @@ def examples_folder() -> Path:
 def example_files() -> list[Path]:
     """The configs, and the modules with the functions that some configs name."""
     return sorted(
-        path for pattern in ("*.yaml", "*.py", "quickstart/*.yaml") for path in examples_folder().glob(pattern)
+        path
+        for pattern in ("*.yaml", "*.py", "quickstart/*.yaml", "quickstart/*.py")
+        for path in examples_folder().glob(pattern)
     )
 
 

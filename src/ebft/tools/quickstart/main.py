@@ -3,16 +3,13 @@
 Before and after are measured in one fixed feature space: the space of the frozen base model.
 """
 
-import json
 import math
 import os
-import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from rich.text import Text
 from torch import Tensor
 
 from ebft.anchors import BlockOptions
-from ebft.config.section import changed_keys
 from ebft.data.batches import DocumentCollator
 from ebft.data.lengths import block_options
 from ebft.data.load import load_token_rows
@@ -36,14 +32,23 @@ from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.pretrained import load_tokenizer
 from ebft.prefix.cpu import keep_freed_memory
 from ebft.printed import safe_console
-from ebft.run.config.schema import RunConfig, load_config
+from ebft.run.config.schema import load_config
 from ebft.run.training import train
 from ebft.strided.held_out import held_out_metrics
 from ebft.structured.rollouts.local import Generator
 from ebft.structured.rollouts.turns import Sampling
-from ebft.tools.doctor.environment import PACKAGE, output_of
 from ebft.tools.quickstart import smollm2, tiny
-from ebft.tools.quickstart.run import CONFIGS, Phases, Run, check_output, command_line, console, own_copy, show_command
+from ebft.tools.quickstart.run import (
+    CONFIGS,
+    Phases,
+    Run,
+    check_output,
+    command_line,
+    console,
+    own_copy,
+    save_summary,
+    show_command,
+)
 
 TINY = "tiny"
 METHODS = {"ebft": "Energy-based fine-tuning", "sft": "Supervised fine-tuning"}
@@ -57,12 +62,12 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     output = output or (default if method == "ebft" else default.with_name(f"{default.name}-{method}"))
     console.print(f"[bold]{title}, seed {seed}.[/] Everything made goes to {output}.")
     check_output(output)
-    own_copy(CONFIGS / ("tiny.yaml" if model == TINY else "smollm2.yaml"), output)
-    phases = Phases(count=7 if model == TINY else 6)
     if model == TINY:
-        run = tiny.prepare_tiny(phases, output, seed, scale)
-    else:
-        run = smollm2.prepare_smollm2(phases, output, seed, model, scale)
+        tiny.quickstart_tiny(output, seed, tiny.SCALES[scale], method)
+        return
+    own_copy(CONFIGS / "smollm2.yaml", output)
+    phases = Phases(count=6)
+    run = smollm2.prepare_smollm2(phases, output, seed, model, scale)
     if method == "sft":
         run = replace(run, overrides=[*run.overrides, "rl="])
     config = load_config(run.config_file, run.overrides)
@@ -94,8 +99,9 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         console.print(result_table(before, after))
         heading = f"{title}, {model}, seed {seed}"
         save_curves(result.trainer.state.log_history, output / "curves.png", heading, config.ebft.use_whitening)
-    configs = {**run.earlier, method: config}
-    save_summary(output / "summary.json", seed, before, after, configs, map(vars, shown), phases.seconds)
+    found = {"before": means(before), "after": means(after), "samples": list(map(vars, shown))}
+    found["change_standard_error"] = {name: error for name, _, error in mean_changes(before, after)}
+    save_summary(output / "summary.json", {method: config}, phases.seconds, seed=seed, **found)
     console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
     print_next_steps(output, run, shown[0].prompt)
 
@@ -218,32 +224,6 @@ def panels_of(log_history: list[dict[str, float]], whitened: bool) -> tuple[tupl
     if not any(PANELS[0][0] in entry for entry in log_history):
         return PANELS_OF_SFT
     return WHITENED_PANELS if whitened else PANELS
-
-
-def save_summary(
-    path: Path,
-    seed: int,
-    before: list[dict[str, float]],
-    after: list[dict[str, float]],
-    configs: dict[str, RunConfig],
-    samples: Iterable[dict[str, str]],
-    seconds: dict[str, float],
-) -> None:
-    """Write everything that the run found out, and what it depends on, as one JSON object."""
-    machine = {"cpu_count": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-    machine |= {package: version(package) for package in ("torch", "transformers", "peft", "ebft")}
-    machine["commit"] = output_of("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
-    summary = {
-        "seed": seed,
-        "machine": machine,
-        "before": means(before),
-        "after": means(after),
-        "change_standard_error": {name: error for name, _, error in mean_changes(before, after)},
-        "samples": list(samples),
-        "config": {name: dict(changed_keys(config)) for name, config in configs.items()},
-        "seconds": seconds,
-    }
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 DOCUMENTS_PER_GROUP = 8

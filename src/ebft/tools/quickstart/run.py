@@ -4,18 +4,22 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ebft.config.section import changed_keys
 from ebft.errors import ConfigError
 from ebft.printed import safe_console
 from ebft.run.config.schema import RunConfig
+from ebft.tools.doctor.environment import PACKAGE, output_of
 from ebft.tools.fetch import examples_folder
 
 CONFIGS = (examples_folder() / "quickstart").resolve()  # a link to the examples, in a clone
@@ -26,13 +30,12 @@ _MADE = ("data", "init", "base", "ebft", "samples.txt", "summary.json", "curves.
 class Run:
     """A config file with overrides, and how it is measured.
 
-    `groups` is the number of groups of held-out documents, `earlier` the configs of runs that made the base model.
+    `groups` is the number of groups of held-out documents.
     """
 
     config_file: Path
     overrides: list[str]
     groups: int
-    earlier: dict[str, RunConfig] = field(default_factory=dict)
 
 
 def own_copy(config_file: Path, output: Path) -> Path:
@@ -108,6 +111,16 @@ def make_once(folder: Path, made_from: Any, make: Callable[[], Any]) -> None:
     make()
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     stamp.write_text(json.dumps({"made_from": mark, "files": sizes}))  # last: what was interrupted is made again
+
+
+def save_summary(path: Path, configs: dict[str, RunConfig], seconds: dict[str, float], **found: Any) -> None:
+    """Write what the run found out, and what it depends on, as one JSON object."""
+    machine = {"cpu_count": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    machine |= {package: version(package) for package in ("torch", "transformers", "peft", "ebft")}
+    machine["commit"] = output_of("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
+    of_runs = {name: dict(changed_keys(config)) for name, config in configs.items()}
+    summary = {**found, "machine": machine, "config": of_runs, "seconds": seconds}
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def fingerprint(value: Any) -> str:

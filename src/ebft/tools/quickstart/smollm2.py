@@ -9,6 +9,7 @@ cores.
 """
 
 import ast
+import hashlib
 import json
 import re
 import time
@@ -26,7 +27,6 @@ from ebft.models.pretrained import load_tokenizer
 from ebft.run.config.schema import load_config
 from ebft.tools.fetch import fetch_model, fetch_wheel
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, moved, own_copy
-from ebft.tools.quickstart.tiny import number_of
 
 PROMPT = "English: {}\nFrench:"
 FEWEST_WORDS = 4
@@ -194,7 +194,8 @@ def write_task_rows(folder: Path, tokenizer: Any) -> None:
             prompt, translation = (len(tokenizer(row[column]).input_ids) for column in ("input", "output"))
             if prompt <= MOST_PROMPT and OUTPUT_TOKENS[0] <= translation <= OUTPUT_TOKENS[1]:
                 kept.append(row)
-        kept.sort(key=lambda row: number_of(row["input"]))  # an order that does not follow the files
+        # An order that does not follow the files.
+        kept.sort(key=lambda row: hashlib.blake2b(row["input"].encode(), digest_size=8).digest())
         names = " and ".join(wheel.name for wheel in wheels)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
         (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")

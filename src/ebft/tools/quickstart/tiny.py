@@ -1,179 +1,136 @@
-"""The quickstart without a download: a small model of Python code, made here, then fine-tuned on docstrings.
+"""The quickstart without a download: a small model, made here, learns texts of another kind from few examples.
 
-Plain pretraining on source files of the standard library makes the base model; energy-based fine-tuning continues on
-the docstrings of files that the base model never saw, and is measured on the docstrings of yet other files.
+The texts are nested brackets whose true probability is known (examples/quickstart/brackets.py), so what each method has
+learned is measured exactly, and not by what it minimises.
 """
 
-import ast
-import hashlib
-import json
-import sys
-import sysconfig
-from bisect import bisect
+import statistics
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.progress import track
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.config.section import changed_keys
+from ebft.examples.quickstart import brackets
+from ebft.examples.quickstart.brackets import Brackets, Moved, first_error
+from ebft.printed import safe_console
 from ebft.run.config.schema import load_config
 from ebft.run.training import train
-from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, make_once, moved, own_copy, show_command
+from ebft.tools.quickstart.run import CONFIGS, Phases, console, make_once, moved, own_copy, save_summary, show_command
 
 OUTPUT = Path("outputs/quickstart-tiny")  # what the two configs name
+SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXTS = 200
+# What is trained from the base model: its title, what it changes in tiny.yaml, its share of the FLOPs.
+RUNS: dict[str, tuple[str, list[str], float]] = {
+    "sft": ("SFT", ["rl="], 1),
+    "sft-tenth": ("SFT, a tenth of the FLOPs", ["rl="], 0.1),
+    "ebft": ("EBFT with ce_coef 0.2", [], 1),
+}
+SHOWN, WIDEST = 3, 14  # samples that are printed, and their words
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that are not in tiny_base.yaml and tiny.yaml, and the overrides that change sizes there."""
+    """Sizes, and what they change in tiny_base.yaml and tiny.yaml."""
 
-    max_files: int | None
-    vocab_size: int
-    shape: dict[str, int]
-    groups: int  # of held-out windows
+    base: int  # texts of the base model
+    measured: int  # texts and samples of a measurement
+    flops: float = 2e11
     base_overrides: list[str] = field(default_factory=list)
-    ebft_overrides: list[str] = field(default_factory=list)
 
 
-def _shape(width: int, layers: int) -> dict[str, int]:
-    """Sizes of a Llama with heads of 32 numbers."""
-    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3, "num_hidden_layers": layers}
-    return sizes | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), width // 32)
+SCALES = {"full": Scale(600 * 64, 1000), "test": Scale(256, 20, 2e10, ["max_steps=4", "warmup_steps=1"])}
 
 
-_SHORT = ["sequence_len=64", "micro_batch_size=2", "warmup_steps=1", "logging_steps=1"]
-SCALES = {
-    "full": Scale(max_files=None, vocab_size=4096, shape=_shape(128, 4), groups=24),
-    "test": Scale(
-        max_files=60,
-        vocab_size=512,
-        shape=_shape(32, 4),
-        groups=2,
-        base_overrides=["max_steps=3", *_SHORT],
-        ebft_overrides=["max_steps=2", *_SHORT],
-    ),
-}
+def quickstart_tiny(output: Path, seed: int, scale: Scale, method: str) -> None:
+    """Make the base model, train it in each of RUNS (with `method` "sft" without EBFT), measure all, and write
+    summary.json and samples.txt."""
+    runs = {name: run for name, run in RUNS.items() if method == "ebft" or name != "ebft"}
+    torch.set_num_threads(1)  # more threads wait for each other longer than this model computes
+    phases, source = Phases(count=3 + len(runs)), Moved()
+    data, base = output / "data", output / "base"
+    paths = {"base_model": "data/model", "datasets.0.path": "data/base.jsonl", "output_dir": "base"}
+    changed = moved(output, OUTPUT, paths)
+    base_file = own_copy(CONFIGS / "tiny_base.yaml", output)
+    configs = {"base": load_config(base_file, [*changed, *scale.base_overrides])}
+
+    def write() -> None:
+        brackets.write_texts(data / "base.jsonl", brackets.draw(Brackets(), 0, scale.base))
+        brackets.write_texts(data / "train.jsonl", brackets.draw(source, 1 + seed, TEXTS))
+        brackets.save_random_model(data / "model", source.words, SHAPE)
+
+    with phases.phase("base", "Base model: SFT from random weights on nested brackets with words in them"):
+        made_from = [scale.base, SHAPE, seed, dict(changed_keys(configs["base"]))]
+        show_command(base_file, [*changed, *scale.base_overrides])
+        make_once(data, made_from, write)
+        make_once(base, made_from, lambda: train(configs["base"]))
+    for name, (title, overrides, share) in runs.items():
+        folders = {"base_model": "base", "datasets.0.path": "data/train.jsonl"}
+        overrides = [*moved(output, OUTPUT, folders), f"output_dir={output / name}", *overrides]
+        flops = scale.flops * share
+        overrides += [f"budget.flops={flops:g}"] if flops != 2e11 else []
+        overrides += [f"seed={seed}"] if seed else []
+        with phases.phase(name, f"{title}: {TEXTS} texts with other shares of brackets and words, repeated"):
+            file = own_copy(CONFIGS / "tiny.yaml", output)
+            show_command(file, overrides)
+            configs[name] = load_config(file, overrides)
+            train(configs[name])
+
+    with phases.phase("measure", f"{scale.measured:,} new texts and {scale.measured:,} samples of each model"):
+        texts = brackets.draw(source, 999, scale.measured)
+        found = {name: measured(output / name, texts) for name in ("base", *runs)}
+    with phases.phase("report", f"Result, seed {seed}"):
+        with (output / "samples.txt").open("w", encoding="utf-8") as file:
+            for page in (console, safe_console(file=file, width=140)):
+                for name, measures in found.items():
+                    page.print(f"\n{name}", *map(marked, measures["samples"]), sep="\n", highlight=False)
+        console.print("", table_of(found))
+    save_summary(output / "summary.json", configs, phases.seconds, seed=seed, models=found)
+    console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes: {output / 'summary.json'}")
+    console.print("\nTrain a MODEL on your own DATA, a file of rows or a folder of texts:", highlight=False)
+    for command in ("ebft init DATA --model MODEL", "ebft train run.yaml"):
+        console.print(f"  {command}", style="bold", highlight=False)
 
 
-def prepare_tiny(phases: Phases, output: Path, seed: int, scale_name: str) -> Run:
-    """Write the text, pretrain the base model, and return the run that fine-tunes it."""
-    scale = SCALES[scale_name]
-    data, init, base = output / "data", output / "init", output / "base"
-    base_file, paths = CONFIGS / "tiny_base.yaml", {"base_model": "init", "datasets.0.path": "data/base.jsonl"}
-    overrides = [*moved(output, OUTPUT, {**paths, "output_dir": "base"}), *scale.base_overrides]
-    config = load_config(base_file, overrides)
-
-    with phases.phase("data", "Text: the source of this machine's Python standard library"):
-        made_from = [sys.version, scale.max_files, PARTS]
-        make_once(data, made_from, lambda: write_corpus(data, scale.max_files))
-
-    with phases.phase("init", "A tokenizer, and a small Llama with random weights"):
-        made_from += [scale.vocab_size, scale.shape, config.sequence_len]
-        make_once(init, made_from, lambda: save_random_model(init, data / "base.jsonl", scale, config.sequence_len))
-
-    with phases.phase("base", "Base model: plain pretraining on source code"):
-        made_from += [dict(changed_keys(config))]
-        show_command(own_copy(base_file, output), overrides)
-        make_once(base, made_from, lambda: train(config))
-
-    paths = {"datasets.0.path": "data/ebft.jsonl", "test_datasets.0.path": "data/held_out.jsonl"}
-    changed = moved(output, OUTPUT, {"base_model": "base", **paths, "output_dir": "ebft"})
-    overrides = [*changed, *([f"seed={seed}"] if seed else []), *scale.ebft_overrides]
-    return Run(own_copy(CONFIGS / "tiny.yaml", output), overrides, scale.groups, earlier={"base": config})
+def measured(folder: Path, texts: list[list[str]]) -> dict[str, Any]:
+    """KL(source || model) in nats a text with its standard error, the share of valid samples, the mean number of words
+    before an error or the end, and some samples."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = brackets.ids_of(AutoTokenizer.from_pretrained(folder), source := Moved())
+    divergences, samples = brackets.kl(model, ids, source, texts)[1.0], brackets.sampled(model, ids, len(texts))
+    errors = [first_error(source, sample) for sample in samples]
+    return {
+        "kl": statistics.fmean(divergences),
+        "kl_error": statistics.stdev(divergences) / len(divergences) ** 0.5,
+        "valid": errors.count(None) / len(errors),
+        "words": statistics.fmean(len(text) if e is None else e for text, e in zip(samples, errors)),
+        "samples": [" ".join(sample) for sample in samples if len(sample) <= WIDEST][:SHOWN],
+    }
 
 
-# Tests and tables of characters are left out: they are not on every machine, and hardly anyone writes such code.
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-PARTS = {"base": 60, "ebft": 25, "held_out": 15}  # in percent of the files
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+def marked(sample: str) -> Text:
+    """A sample up to its first error, which is marked, or whole."""
+    words = sample.split()
+    error = first_error(Moved(), words)
+    if error is None:
+        return Text(f"  {sample}")
+    wrong = [*words, "(ends)"][error]
+    return Text.assemble("  ", " ".join([*words[:error], ""]), (wrong, "bold red"), (" <- error", "red"))
 
 
-def write_corpus(folder: Path, max_files: int | None = None) -> None:
-    """Write base.jsonl (source), ebft.jsonl and held_out.jsonl (docstrings), by a hash of each path."""
-    parts: dict[str, list[dict[str, str]]] = {part: [] for part in PARTS}
-    for file, text in standard_library(max_files).items():
-        part = list(PARTS)[bisect(list(accumulate(PARTS.values())), number_of(file) % 100)]
-        text = text if part == "base" else docstrings(text)
-        if text:
-            parts[part].append({"text": text, "file": file})
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, rows in parts.items():
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        console.print(f"{part}.jsonl: {len(rows)} files, {sum(len(row['text']) for row in rows) / 1e6:.1f} MB")
-
-
-def standard_library(max_files: int | None = None) -> dict[str, str]:
-    """Path below the library's folder -> text, for every distinct UTF-8 source file that is not a test."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    texts: dict[str, str] = {}
-    seen: set[str] = set()
-    for path in track(library_files(root)[:max_files], description="reading source files"):
-        try:
-            text = path.read_text(encoding="utf-8")
-            ast.parse(text)
-        except (UnicodeDecodeError, SyntaxError, OSError):
-            continue  # data of some test or template, or a file that this user may not read
-        if text.strip() and text not in seen:
-            seen.add(text)
-            texts[path.relative_to(root).as_posix()] = text
-    return texts
-
-
-def docstrings(source: str) -> str:
-    """All docstrings of a source file, with a blank line between them; empty where there is none."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED)]
-    return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
-
-
-def library_files(root: Path) -> list[Path]:
-    """The library's own source files in an order that does not follow their names, the same on every machine."""
-    files = [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
-    return sorted(files, key=lambda path: number_of(path.relative_to(root).as_posix()))
-
-
-def number_of(file: str) -> int:
-    return int.from_bytes(hashlib.blake2b(file.encode(), digest_size=8).digest(), "big")
-
-
-END, PAD = "<|end|>", "<|pad|>"
-
-
-def save_random_model(folder: Path, texts: Path, scale: Scale, positions: int) -> None:
-    """Train a tokenizer on the rows of `texts`, and save it in `folder` with a random model for `positions` tokens."""
-    tokenizer = train_tokenizer(texts, scale.vocab_size)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=positions,
-            tie_word_embeddings=True,
-            **{"initializer_range": 0.05, **scale.shape},  # narrow layers learn slowly from the usual 0.02
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
-    console.print(f"{len(tokenizer):,} tokens, {model.num_parameters() / 1e6:.1f} million parameters")
-
-
-def train_tokenizer(texts: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens, trained on the `text` of a JSONL file."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    with texts.open(encoding="utf-8") as lines:
-        tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+def table_of(found: dict[str, dict[str, Any]]) -> Table:
+    """A row for each model."""
+    caption = "KL: from the true distribution of texts, in nats; 0 is best. Words: before an error or the end."
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=caption, caption_justify="left")
+    for column in ("model", "KL ± standard error", "valid samples", "words"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, row in found.items():
+        title = "base model" if name == "base" else RUNS[name][0]
+        table.add_row(title, f"{row['kl']:.2f} ± {row['kl_error']:.2f}", f"{row['valid']:.1%}", f"{row['words']:.1f}")
+    return table
