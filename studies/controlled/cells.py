@@ -32,6 +32,7 @@ EBFT = {
     "whitened": ("ebft.use_whitening=true", "ebft.whitening_space=feature"),
     "blocks_of_2": ("ebft.generate_max_len=2", "ebft.stride=2"),
     "batch_128": ("gradient_accumulation_steps=4",),
+    "large_features": ("plugins=[measure.LargeFeatures]",),
     "last_token": ("ebft.embed_method=last_token",),
     "decay": ("lr_scheduler=cosine", "max_steps=136"),
     "lora": ("adapter=lora", "lora_r=8", "lora_alpha=16", "lora_target_linear=true"),

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.examples.quickstart.brackets import Source, draw, first_error, ids_of, kl, sampled
+from ebft.features import FeatureNetwork
 
 TEMPERATURES = (0.6, 0.8, 0.9, 1.0, 1.1)
 TEXTS, SAMPLES = 1000, 1000
@@ -28,6 +29,15 @@ def measured(source: Source, folder: str) -> dict[str, Any]:
         found[str(temperature)] = {"kl": statistics.fmean(divergences[temperature]), **judged(source, texts, modes)}
     errors = {"kl": statistics.stdev(divergences[1.0]) / TEXTS**0.5, "valid": 0.5 / SAMPLES**0.5}
     return {"temperatures": found, "standard_errors": errors, **found["1.0"]}
+
+
+class LargeFeatures:
+    """A plugin: the features of the rewards are those of the large model's start, and not of the policy's own."""
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        network = AutoModelForCausalLM.from_pretrained(cfg.base_model.replace("-small", "-large"), dtype=torch.float32)
+        options = trainer.args.feature_layers, trainer.args.embed_method
+        trainer.feature_network = FeatureNetwork(trainer.model, *options, network=network)
 
 
 def true_modes(source: Source) -> dict[Any, float]:

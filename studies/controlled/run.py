@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def result_of(cell: Cell) -> dict[str, Any]:
         texts = cell.folder / f"train{cell.seed}.jsonl"
         if not texts.exists():
             write_texts(texts, draw(source, 10_000 + cell.seed, FEW.get(cell.source, TEXTS)), source=cell.source)
+        if cell.setting == "large_features":
+            start(replace(cell, size="large"), source)
         overrides = cell.overrides(started["flops"] / started["steps"] / 2)  # 32 texts a step instead of 64
         cost = trained(cell.method, overrides)
     trained_in = time.perf_counter() - began

@@ -134,8 +134,8 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
     import sources
 
     monkeypatch.setattr(cells, "OUTPUT", tmp_path / "output")
-    monkeypatch.setattr(cells, "BUDGET", {"small": 3e9})
-    monkeypatch.setattr(cells, "WARM", {"small": (20, 3e-3)})
+    monkeypatch.setattr(cells, "BUDGET", {"small": 7e9})
+    monkeypatch.setattr(cells, "WARM", {"small": (20, 3e-3), "large": (4, 3e-3)})
     monkeypatch.setattr(run, "WARM", cells.WARM)
     monkeypatch.setitem(sources.SOURCES, "coin", Coin)
     monkeypatch.setattr(run, "TEXTS", 2000)
@@ -144,7 +144,7 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(measure, name, value)
     for module in (run, report):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
-    chosen = ("start", "sft", "sft decay", "ebft", "ebft lora", "ebft whitened", "structured", "rlvr")
+    chosen = ("start", "sft", "sft decay", "ebft", "ebft lora", "ebft whitened", "ebft large_features", "structured", "rlvr")
     made = [cells.Cell("coin", "small", *name.split(" ", 1)) for name in chosen]
     monkeypatch.setattr(run, "CELLS", made)
     monkeypatch.setattr(sys, "argv", ["run.py"])
