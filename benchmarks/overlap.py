@@ -27,13 +27,12 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.measuring import RESULTS, machine, parser_of, quiet_folder, rounded, store
-from benchmarks.presets import build_model, find_preset
+from benchmarks.presets import build_model, find_preset, train_tokenizer
 from benchmarks.train_overhead import library, write_texts
 from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer
 from ebft.run.config.schema import RunConfig
 from ebft.serving.command import server_command
 from ebft.serving.server import VLLMServer
-from ebft.tools.quickstart.tiny import train_tokenizer
 from tests.structured.proxy import Proxy
 
 PROMPT, REFERENCE = 160, 32  # characters

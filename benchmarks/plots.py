@@ -11,7 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot, ticker  # noqa: E402 (after the choice of a backend that needs no screen)
+from matplotlib import pyplot  # noqa: E402 (after the choice of a backend that needs no screen)
 
 COLOURS = {"ours": "tab:blue", "axolotl": "tab:orange"}
 PHASE_COLOURS = {"rollout": "#1b4f72", "features": "#2e86c1", "forward": "#85c1e9", "backward": "#d6eaf8"}
@@ -48,12 +48,9 @@ def _phases(axis: Any, lengths: list[dict[str, Any]]) -> None:
         shares = [row[phase] / row["step"] for _, _, row in rows]
         axis.bar(range(len(rows)), shares, bottom=bottom, color=colour, edgecolor="0.4", linewidth=0.5, label=phase)
         bottom = [below + share for below, share in zip(bottom, shares)]
-    for index, (_, _, row) in enumerate(rows):
-        axis.text(index, 1.01, f"{row['step']:.3g} s", ha="center", va="bottom", fontsize=7)
-    names = [f"{tokens}\n{side}" for tokens, side, _ in rows]
+    names = [f"{tokens}\n{side}\n{row['step']:.3g} s" for tokens, side, row in rows]
     axis.set_xticks(range(len(rows)), names, rotation=90, fontsize=8)
     axis.set_ylabel("share of the step")
-    axis.set_ylim(0, 1.08)
     axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
 
 
@@ -67,9 +64,9 @@ def _sides(axis: Any, lengths: list[dict[str, Any]], name: str) -> None:
 
 def _series(lengths: list[dict[str, Any]], side: str, name: str) -> tuple[list[int], list[float]]:
     """The lengths at which a side has a value, and the values."""
-    rows = [(result["length"], result["sides"].get(side, {}).get(name)) for result in lengths]
-    rows = [row for row in rows if row[1] is not None]
-    return [row[0] for row in rows], [row[1] for row in rows]
+    values = {result["length"]: result["sides"].get(side, {}).get(name) for result in lengths}
+    values = {length: value for length, value in values.items() if value is not None}
+    return list(values), list(values.values())
 
 
 def _by_length(axis: Any, lengths: list[dict[str, Any]], label: str) -> None:
@@ -77,9 +74,6 @@ def _by_length(axis: Any, lengths: list[dict[str, Any]], label: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.minorticks_off()
     axis.set_xlabel("document tokens")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)

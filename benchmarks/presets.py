@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
 
@@ -78,6 +80,14 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
     dtypes = ("bfloat16",) if on_cuda else ("float32", "bfloat16")
     ways, lengths = {"ours second forward": {"single_pass": False}}, (256, 512, 1024, 2048)
     return Preset("7m", llama(256, 704, 8, 4, 2, 4096), None, dtypes, lengths, (4096, 8192), ways, overhead_steps=12)
+
+
+def train_tokenizer(texts: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, trained on a file."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train(str(texts), vocab_size, special_tokens=["<|end|>", "<|pad|>"], show_progress=False)
+    trained = Tokenizer.from_str(tokenizer.to_str())
+    return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>", pad_token="<|pad|>")
 
 
 def build_model(preset: Preset, dtype: torch.dtype, positions: int, attention: str | None = None) -> nn.Module:

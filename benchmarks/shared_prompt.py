@@ -23,12 +23,11 @@ from datasets import Dataset
 from torch import Tensor
 
 from benchmarks.measuring import RESULTS, Clock, in_turn, machine, parser_of, quiet_folder, store, with_peak_memory
-from benchmarks.presets import Preset, build_model, find_preset
+from benchmarks.presets import Preset, build_model, find_preset, train_tokenizer
 from benchmarks.train_overhead import write_texts
 from ebft import EBFTConfig, EBFTTrainer
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.structured.rollouts.local import HFBackend
-from ebft.tools.quickstart.tiny import train_tokenizer
 
 SIDES = {"shared prompt": True, "TRL's rows": False}
 # (prompt, longest completion, shortest completion, completions), in tokens.

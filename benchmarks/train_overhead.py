@@ -17,10 +17,9 @@ from accelerate import Accelerator
 
 import ebft
 from benchmarks.measuring import timed
-from benchmarks.presets import OPTIONS, Preset, build_model
+from benchmarks.presets import OPTIONS, Preset, build_model, train_tokenizer
 from ebft.run.config.schema import RunConfig
 from ebft.strided import StridedEBFTTrainer
-from ebft.tools.quickstart.tiny import train_tokenizer
 
 WARM_UP = 2  # steps that are left out
 

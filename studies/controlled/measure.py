@@ -47,11 +47,8 @@ def true_modes(source: Source) -> dict[Any, float]:
 
 
 def judged(source: Source, texts: list[list[str]], modes: dict[Any, float]) -> dict[str, float]:
-    """Validity, coverage and words until the first error of samples.
-
-    Coverage is KL(true modes || sampled modes), with one sample more that is spread like the true modes: a mode that is
-    never sampled costs its probability times the logarithm of the number of samples.
-    """
+    """Validity, coverage and words until the first error of samples. Coverage is KL(true modes || sampled modes), with
+    one sample more that is spread like the true modes."""
     errors = [first_error(source, text) for text in texts]
     valid = [text for text, error in zip(texts, errors) if error is None]
     counts = collections.Counter(map(source.mode, valid))

@@ -11,8 +11,7 @@ from cells import HERE
 RESULTS = HERE / "results"
 METRICS = {"kl": "KL, nats", "valid": "valid", "coverage": "coverage KL", "until_error": "words to error"}
 METRICS |= {"cfm_loss_change": "change of CFM loss"}
-COLOURS = {"start": "0.6", "sft": "tab:blue", "sft-decay": "tab:cyan", "ebft": "tab:red", "ebft-ce_0.2": "tab:orange"}
-COLOURS |= {"ebft-whitened": "tab:purple", "rlvr": "tab:green"}
+DRAWN = ("start", "sft", "sft-decay", "sft-tenth", "ebft", "ebft-ce_0.2", "ebft-whitened", "rlvr")
 Results = dict[str, list[dict[str, Any]]]  # of each group of runs that differ by seed
 
 
@@ -72,10 +71,10 @@ def draw(groups: Results) -> None:
     places = sorted({"-".join(name.split("-")[:2]) for name in groups})
     figure, panels = pyplot.subplots(1, len(places), figsize=(4 * len(places), 3.6), squeeze=False)
     for panel, place in zip(panels[0], places):
-        for name, colour in COLOURS.items():
+        for name in DRAWN:
             if seeds := groups.get(f"{place}-{name}"):
                 coverage, valid = zip(*curve(seeds))
-                panel.plot(coverage, valid, "o-", color=colour, markersize=3, label=name)
+                panel.plot(coverage, valid, "o-", markersize=3, label=name)
         panel.set(title=place, xlabel="KL of modes (less is better)", xscale="log")
     panels[0][0].set_ylabel("share of valid samples")
     panels[0][0].legend(fontsize=7)

@@ -11,15 +11,15 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from cells import HERE, ROWS, TINY_ROWS, Study, config_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.presets import train_tokenizer
 from ebft.tools.quickstart import smollm2 as catalogs
 from ebft.tools.quickstart.run import fingerprint
 from ebft.tools.quickstart.smollm2 import Wheel
-from ebft.tools.quickstart.tiny import number_of, save_random_model, standard_library
 
 Row = dict[str, Any]
 
@@ -54,11 +54,11 @@ def make_data(study: Study) -> dict[str, str]:
 
     folder, new = study.output / "data", study.output / "data.new"
     if study.is_tiny and not Path(study.base_model, "config.json").exists():
-        texts = study.output / "texts.jsonl"
-        write_rows(texts, [{"text": text} for text in standard_library(120).values()])
+        tokenizer = train_tokenizer(HERE / "tiny" / "train.po", 512)
         shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-        sizes = SimpleNamespace(vocab_size=512, shape={**shape, "num_key_value_heads": 1})
-        save_random_model(Path(study.base_model), texts, sizes, positions=1024)
+        tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+        tokenizer.save_pretrained(study.base_model)
+        LlamaForCausalLM(LlamaConfig(**shape, **tokens, max_position_embeddings=1024)).save_pretrained(study.base_model)
     if not folder.exists():
         tokenizer = load_tokenizer(load_config(config_file("sft"), [f"base_model={study.base_model}"]))
         parts = translations(study, lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
@@ -110,6 +110,7 @@ def chosen_parts(found: dict[str, list[Row]], study: Study) -> dict[str, list[Ro
     trained = spread(found["train"], rows["train"] + rows["warm"], MOST_OF_A_FILE["train"])
     warm = len(trained) * rows["warm"] // (rows["train"] + rows["warm"])
     files = list(dict.fromkeys(row["file"] for row in trained))  # whole files, so that the two share none
+    number_of = lambda file: hashlib.blake2b(file.encode(), digest_size=8).digest()
     order = {file: number for number, file in enumerate(sorted(files, key=number_of))}
     trained.sort(key=lambda row: order[row["file"]])
     while 0 < warm < len(trained) and trained[warm]["file"] == trained[warm - 1]["file"]:
