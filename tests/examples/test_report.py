@@ -1,8 +1,6 @@
 """What the quickstart prints at its end: a table and curves that say which values can be compared, and commands."""
 
 import json
-import math
-from statistics import stdev
 from types import SimpleNamespace
 
 import pytest
@@ -36,27 +34,6 @@ def test_every_metric_has_a_direction_and_a_verdict_in_whole_lines():
     assert lines["alignment"].split()[-2:] == ["up", "better"]
     assert lines["diversity"].split()[-2:] == ["down", "worse"]
     assert "cfm_loss_whitened" not in lines  # each model is whitened by its own samples
-
-
-def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():
-    losses = {"before": [2.0, 2.5, 1.5, 2.25], "after": [1.75, 2.0, 1.5, 1.5]}
-    metrics = lambda loss: {"ce_loss": loss, "perplexity": math.exp(loss)}
-    before, after = ([metrics(loss) for loss in of_groups] for of_groups in losses.values())
-    found = {name: (change, error) for name, change, error in report.mean_changes(before, after)}
-
-    perplexity = lambda of_groups: math.exp(sum(of_groups) / len(of_groups))
-    change = perplexity(losses["after"]) - perplexity(losses["before"])
-    assert found["perplexity"][0] == pytest.approx(change)
-    assert report.means(after)["perplexity"] - report.means(before)["perplexity"] == pytest.approx(change)
-    # The effect of each group, by finite differences.
-    step, effects = 1e-6, []
-    for i in range(4):
-        effect = 0.0
-        for sign, of_groups in ((1, losses["after"]), (-1, losses["before"])):
-            moved = [x + step * (x - sum(of_groups) / 4) * 4 * (j == i) for j, x in enumerate(of_groups)]
-            effect += sign * (perplexity(moved) - perplexity(of_groups)) / step
-        effects.append(effect)
-    assert found["perplexity"][1] == pytest.approx(stdev(effects) / 2, rel=1e-4)
 
 
 def test_completions_are_greedy_and_end_with_the_first_end_token():
@@ -94,14 +71,10 @@ def test_what_an_earlier_run_made_is_made_again_unless_it_is_whole(tmp_path, dam
 
 def test_files_that_were_not_written_are_not_listed(tmp_path, capsys):
     config_file = own_copy(CONFIGS / "smollm2.yaml", tmp_path)
-    run = Run(config_file, [], groups=2)
     (tmp_path / "summary.json").write_text("{}")
-    report.print_next_steps(tmp_path, run, "def f():")
-    assert "Training curves" not in capsys.readouterr().out  # without matplotlib
-    (tmp_path / "curves.png").write_text("")
-    report.print_next_steps(tmp_path, run, "def f():")
+    report.print_next_steps(tmp_path, Run(config_file, [], groups=2), "def f():")
     printed = capsys.readouterr().out
-    assert "Training curves" in printed and "summary.json" in printed and "samples.txt" not in printed
+    assert "Training curves" not in printed and "summary.json" in printed  # without matplotlib
     assert 'dtype="bfloat16")' in printed  # greedy completions depend on it
     run = Run(config_file, ["torch_dtype=float32", "base_model=my/model"], groups=2)
     report.print_next_steps(tmp_path, run, "def f():")

@@ -30,8 +30,8 @@ from ebft.tools.fetch import examples_folder
 from ebft.tools.init.draft import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type
 
-# Examples with another name than their method.
-_EXAMPLES = {"sft": "sft_chat", "ebft": "paper_lora", "ebft-structured": "structured_chat", "grpo": "grpo_verifier"}
+_EXAMPLES = {"sft": "sft_chat", "ebft": "strided_prompt_completion", "ebft-structured": "structured_chat"}
+_EXAMPLES |= {"grpo": "grpo_verifier"}  # and others have the name of their method
 # Keys of an example that depend on its data, model or length of training.
 _OF_THE_EXAMPLE = {
     *("base_model", "datasets", "val_set_size", "sequence_len", "sample_packing", "chat_template", "special_tokens"),

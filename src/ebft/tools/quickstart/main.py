@@ -147,10 +147,7 @@ def _show(what: str, lines: str) -> None:
 
 
 # Metric, which way is better. Metrics that each model whitens by its own samples cannot be compared, and are not here.
-METRICS = (
-    *(("cfm_loss", "down"), ("alignment", "up"), ("diversity", "down")),
-    *(("ce_loss", "down"), ("perplexity", "down")),
-)
+METRICS = (("cfm_loss", "down"), ("alignment", "up"), ("diversity", "down"), ("ce_loss", "down"))
 PANELS = (
     ("ebft/alignment", "alignment (wanted: up)"),
     ("ebft/cfm_loss", "feature-matching loss, plug-in (wanted: down)"),
@@ -264,27 +261,17 @@ def measure(model: Any, network: FeatureNetwork, held_out: HeldOutText) -> list[
 
 
 def means(groups: list[dict[str, float]]) -> dict[str, float]:
-    """Each metric over all groups; the perplexity is the exponential of the mean cross-entropy."""
-    found = {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
-    return {**found, "perplexity": math.exp(found["ce_loss"])}
+    """Each metric over all groups."""
+    return {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
 
 
 def mean_changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
     """Name, change of the mean and its standard error (NaN for one group) of each metric, paired by group."""
     for name in before[0]:
-        differences = [b - a for a, b in zip(_of_groups(before, name), _of_groups(after, name))]
+        differences = [new[name] - old[name] for old, new in zip(before, after)]
         n, mean = len(differences), sum(differences) / len(differences)
         variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
         yield name, mean, math.sqrt(variance / n)
-
-
-def _of_groups(groups: list[dict[str, float]], name: str) -> list[float]:
-    """A metric of each group; of the perplexity of the mean cross-entropy, its first-order expansion (delta method)."""
-    if name != "perplexity":
-        return [group[name] for group in groups]
-    losses = [group["ce_loss"] for group in groups]
-    mean = sum(losses) / len(losses)
-    return [math.exp(mean) * (1 + loss - mean) for loss in losses]
 
 
 COUNT = 3  # prompts whose completions are shown
