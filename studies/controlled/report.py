@@ -71,13 +71,13 @@ def draw(groups: Results) -> None:
     places = sorted({"-".join(name.split("-")[:2]) for name in groups})
     figure, panels = pyplot.subplots(1, len(places), figsize=(4 * len(places), 3.6), squeeze=False)
     for panel, place in zip(panels[0], places):
-        for name in DRAWN:
+        for number, name in enumerate(DRAWN):
             if seeds := groups.get(f"{place}-{name}"):
                 coverage, valid = zip(*curve(seeds))
-                panel.plot(coverage, valid, "o-", markersize=3, label=name)
+                panel.plot(coverage, valid, "o-", color=f"C{number}", markersize=3, label=name)
+        panel.legend(fontsize=6)
         panel.set(title=place, xlabel="KL of modes (less is better)", xscale="log")
     panels[0][0].set_ylabel("share of valid samples")
-    panels[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(RESULTS / "frontier.png", dpi=110)
 
