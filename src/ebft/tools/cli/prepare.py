@@ -136,8 +136,8 @@ def config(
     words: Annotated[
         list[str] | None,
         argument(
-            "[WORD | KEY=VALUE...]",
-            "Show only keys that contain WORD. With --check: overrides, as in `ebft train`.",
+            "[WORD | FILE | KEY=VALUE...]",
+            "Only keys that contain WORD; with a file, overrides.",
             complete=complete_word,
         ),
     ] = None,
@@ -154,21 +154,21 @@ def config(
 
     ebft config lora
 
-    ebft config --check run.yaml learning_rate=1e-5
+    ebft config run.yaml learning_rate=1e-5
 
     ebft config --json-schema > ebft.schema.json
     """
     if json_schema:
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
         return
+    if check is None and words and words[0].endswith((".yaml", ".yml")):
+        check, words = Path(words[0]), words[1:]
     console = safe_console(soft_wrap=check is not None)
     if check is None:
         search = " ".join(words or [])
         found = list(option_listing(search))
         if not found:
-            is_file = search.endswith((".yaml", ".yml"))
-            way = f"check a file with `ebft config --check {search}`" if is_file else "list all keys with `ebft config`"
-            raise ConfigError(f"No key contains {search!r}: {way}.")
+            raise ConfigError(f"No key contains {search!r}: list all keys with `ebft config`.")
         for part in found:
             console.print(part)
         return
