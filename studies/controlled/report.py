@@ -33,8 +33,8 @@ def read() -> Results:
 
 def table(groups: Results, place: str) -> str:
     """A row for each group of a source and size: means over seeds, and half of their range."""
-    lines = [f"| run | seeds | {' | '.join(METRICS.values())} | beyond SFT |", "| --- " * (len(METRICS) + 3) + "|"]
-    baselines = [seeds for name, seeds in groups.items() if name.startswith(f"{place}-sft")]
+    lines = [f"| run | seeds | {' | '.join(METRICS.values())} | beyond |", "| --- " * (len(METRICS) + 3) + "|"]
+    baselines = [seeds for name, seeds in groups.items() if name.startswith((f"{place}-sft", f"{place}-start"))]
     for name, seeds in groups.items():
         if name.startswith(f"{place}-"):
             cells = [spread([seed[key] for seed in seeds if seed.get(key) is not None]) for key in METRICS]
@@ -50,7 +50,7 @@ def spread(values: list[float]) -> str:
 
 
 def wins(seeds: list[dict[str, Any]], baselines: list[list[dict[str, Any]]]) -> str:
-    """At how many temperatures no SFT run has, at any temperature, as many valid samples and as good a coverage."""
+    """At how many temperatures neither the start nor an SFT run has, at any one, as many valid samples and coverage."""
     others = [point for each in baselines for point in curve(each)]
     worse = lambda one, other: other[0] <= one[0] and other[1] >= one[1]
     points = curve(seeds)
