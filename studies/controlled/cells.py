@@ -34,8 +34,8 @@ EBFT = {
     "batch_128": ("gradient_accumulation_steps=4",),
     "large_features": ("plugins=[measure.LargeFeatures]",),
     "last_token": ("ebft.embed_method=last_token",),
-    "decay": ("lr_scheduler=cosine", "max_steps=136"),
     "lora": ("adapter=lora", "lora_r=8", "lora_alpha=16", "lora_target_linear=true"),
+    "decay": ("lr_scheduler=cosine", "max_steps=136"),
     "long": ("budget.flops=1e13",),
 }
 
@@ -87,7 +87,7 @@ class Cell:
 
 # The runs of each source and size, written method:setting@rate; what answers most comes first.
 USUAL = "sft sft:decay sft@0.1 ebft ebft:whitened ebft:ce_0.2 rlvr"
-SINGLE = "ebft@0.1 ebft@0.3 ebft@3 structured " + " ".join(f"ebft:{name}" for name in list(EBFT)[1:-1])
+SINGLE = "ebft@0.1 ebft@0.3 ebft@3 structured " + " ".join(f"ebft:{name}" for name in list(EBFT)[1:-2])
 PLAN = {
     "shifted-small": "sft sft@0.1 sft@0.01 ebft@0.3 ebft ebft@3 ebft@0.1 ebft:decay ebft:long@0.3 " + SINGLE,
     "moved-small": "sft:tenth sft:tenth@0.3 sft:tenth@0.1 ebft:ce_0.2 ebft:ce_1 ebft ebft@3 sft sft:decay sft@0.1",

@@ -23,7 +23,7 @@ PLAIN = {torch.Tensor, torch.nn.Parameter}  # types of weights that are numbers 
 
 def end_token_ids(model: nn.Module, known: Iterable[int] = ()) -> set[int]:
     """Return all tokens that end a text: the tokens of the generation config, and the `known` ones. The tokenizer and
-    its chat template have others: `ebft.data.conversation.Renderer.end_ids`."""
+    its chat template have others: `ebft.data.rendering.ChatTemplate.end_ids`."""
     generation_config = unwrap_adapter(model).generation_config
     declared = generation_config.eos_token_id if generation_config is not None else None
     declared = [declared] if isinstance(declared, int) else declared or []

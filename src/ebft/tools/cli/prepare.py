@@ -289,7 +289,7 @@ def quickstart(
         Literal["ebft", "sft"],
         typer.Option(help="Method of fine-tuning; sft uses the same rows, steps and learning rate."),
     ] = "ebft",
-    seed: Annotated[int, typer.Option(help="Seed of fine-tuning and measurement.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of fine-tuning and measurement.")] = 0,
     output: Annotated[
         Path | None, option("DIR", "Default: outputs/quickstart, with -tiny and -sft where they apply.")
     ] = None,

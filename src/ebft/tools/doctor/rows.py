@@ -142,7 +142,7 @@ def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptL
 def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, int]) -> Iterator[Check]:
     """Advice if `sequence_len` truncates rows, or is more than twice the longest; `counts`: rows by reason."""
     limit, cut = config.sequence_len, counts.get(TRUNCATED, 0)
-    longest = max(row.prompt + row.reference for row in rows.prompts) if rows.prompts else rows.longest
+    longest = max((r.prompt + max(r.reference, rows.longest_reference) for r in rows.prompts), default=rows.longest)
     if cut:
         text = f"{cut:,} row{'s are' if cut > 1 else ' is'} truncated at sequence_len: {limit}. Increase it"
         yield Check("warning", "sequence_len", text)

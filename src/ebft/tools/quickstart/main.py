@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import track
 from rich.table import Table
@@ -60,7 +61,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     title = METHODS[method]
     default = tiny.OUTPUT if model == TINY else smollm2.OUTPUT
     output = output or (default if method == "ebft" else default.with_name(f"{default.name}-{method}"))
-    console.print(f"[bold]{title}, seed {seed}.[/] Everything made goes to {output}.")
+    console.print(f"[bold]{title}, seed {seed}.[/] Everything made goes to {escape(str(output))}.")
     check_output(output)
     if model == TINY:
         tiny.quickstart_tiny(output, seed, tiny.SCALES[scale], method)

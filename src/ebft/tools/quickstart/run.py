@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError
 from ebft.printed import safe_console
@@ -23,7 +25,7 @@ from ebft.tools.doctor.environment import PACKAGE, output_of
 from ebft.tools.fetch import examples_folder
 
 CONFIGS = (examples_folder() / "quickstart").resolve()  # a link to the examples, in a clone
-_MADE = ("data", "init", "base", "ebft", "samples.txt", "summary.json", "curves.png")
+_MADE = ("data", "base", "ebft", "sft", "sft-tenth", "samples.txt", "summary.json", "curves.png")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def command_line(command: str, config_file: Path, overrides: list[str]) -> str:
 
 def show_command(config_file: Path, overrides: list[str]) -> None:
     """Print the command that is equivalent to a phase."""
-    console.print("[dim]the same as:[/]", command_line("train", config_file, overrides), style="bold", highlight=False)
+    line = escape(command_line("train", config_file, overrides))
+    console.print("[dim]the same as:[/]", line, style="bold", highlight=False)
 
 
 console = safe_console(soft_wrap=True)
@@ -105,7 +108,7 @@ def make_once(folder: Path, made_from: Any, make: Callable[[], Any]) -> None:
     except (OSError, ValueError, TypeError):  # it was not made, or not to the end
         is_made = False
     if is_made:
-        console.print(f"[green]Made by an earlier run, and used again: {folder}")
+        console.print(f"[green]Made by an earlier run, and used again: {escape(str(folder))}")
         return
     stamp.unlink(missing_ok=True)
     make()

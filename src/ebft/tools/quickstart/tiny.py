@@ -28,11 +28,10 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "n
 TEXTS = 200
 # What is trained from the base model: its title, what it changes in tiny.yaml, its share of the FLOPs.
 RUNS: dict[str, tuple[str, list[str], float]] = {
-    "sft": ("SFT", ["rl="], 1),
-    "sft-tenth": ("SFT, a tenth of the FLOPs", ["rl="], 0.1),
+    "sft": ("SFT", ["rl=", "ebft="], 1),
+    "sft-tenth": ("SFT, a tenth of the FLOPs", ["rl=", "ebft="], 0.1),
     "ebft": ("EBFT with ce_coef 0.2", [], 1),
 }
-SHOWN, WIDEST = 3, 14  # samples that are printed, and their words
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,19 @@ def quickstart_tiny(output: Path, seed: int, scale: Scale, method: str) -> None:
 
     def write() -> None:
         brackets.write_texts(data / "base.jsonl", brackets.draw(Brackets(), 0, scale.base))
-        brackets.write_texts(data / "train.jsonl", brackets.draw(source, 1 + seed, TEXTS))
+        brackets.write_texts(data / "train.jsonl", brackets.draw(source, 10_000 + seed, TEXTS))
         brackets.save_random_model(data / "model", source.words, SHAPE)
 
     with phases.phase("base", "Base model: SFT from random weights on nested brackets with words in them"):
-        made_from = [scale.base, SHAPE, seed, dict(changed_keys(configs["base"]))]
+        made_from = [scale.base, SHAPE, dict(changed_keys(configs["base"]))]
         show_command(base_file, [*changed, *scale.base_overrides])
-        make_once(data, made_from, write)
+        make_once(data, [*made_from, seed], write)
         make_once(base, made_from, lambda: train(configs["base"]))
     for name, (title, overrides, share) in runs.items():
         folders = {"base_model": "base", "datasets.0.path": "data/train.jsonl"}
         overrides = [*moved(output, OUTPUT, folders), f"output_dir={output / name}", *overrides]
         flops = scale.flops * share
-        overrides += [f"budget.flops={flops:g}"] if flops != 2e11 else []
-        overrides += [f"seed={seed}"] if seed else []
+        overrides += [f"budget.flops={flops:g}"] * (flops != 2e11) + [f"seed={seed}"] * (seed > 0)
         with phases.phase(name, f"{title}: {TEXTS} texts with other shares of brackets and words, repeated"):
             file = own_copy(CONFIGS / "tiny.yaml", output)
             show_command(file, overrides)
@@ -92,15 +90,12 @@ def quickstart_tiny(output: Path, seed: int, scale: Scale, method: str) -> None:
                     page.print(f"\n{name}", *map(marked, measures["samples"]), sep="\n", highlight=False)
         console.print("", table_of(found))
     save_summary(output / "summary.json", configs, phases.seconds, seed=seed, models=found)
-    console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes: {output / 'summary.json'}")
-    console.print("\nTrain a MODEL on your own DATA, a file of rows or a folder of texts:", highlight=False)
-    for command in ("ebft init DATA --model MODEL", "ebft train run.yaml"):
-        console.print(f"  {command}", style="bold", highlight=False)
+    console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
+    console.print("\nYour own MODEL and DATA:\n  ebft init DATA --model MODEL\n  ebft train run.yaml", highlight=False)
 
 
 def measured(folder: Path, texts: list[list[str]]) -> dict[str, Any]:
-    """KL(source || model) in nats a text with its standard error, the share of valid samples, the mean number of words
-    before an error or the end, and some samples."""
+    """KL(source || model) of a text with its error, the share of valid samples, their words before an error or end."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = brackets.ids_of(AutoTokenizer.from_pretrained(folder), source := Moved())
     divergences, samples = brackets.kl(model, ids, source, texts)[1.0], brackets.sampled(model, ids, len(texts))
@@ -110,18 +105,17 @@ def measured(folder: Path, texts: list[list[str]]) -> dict[str, Any]:
         "kl_error": statistics.stdev(divergences) / len(divergences) ** 0.5,
         "valid": errors.count(None) / len(errors),
         "words": statistics.fmean(len(text) if e is None else e for text, e in zip(samples, errors)),
-        "samples": [" ".join(sample) for sample in samples if len(sample) <= WIDEST][:SHOWN],
+        "samples": [" ".join(sample) for sample in samples if len(sample) <= 14][:3],
     }
 
 
 def marked(sample: str) -> Text:
     """A sample up to its first error, which is marked, or whole."""
     words = sample.split()
-    error = first_error(Moved(), words)
-    if error is None:
+    if (error := first_error(Moved(), words)) is None:
         return Text(f"  {sample}")
-    wrong = [*words, "(ends)"][error]
-    return Text.assemble("  ", " ".join([*words[:error], ""]), (wrong, "bold red"), (" <- error", "red"))
+    wrong = ([*words, "(ends)"][error], "bold red")
+    return Text.assemble("  ", " ".join([*words[:error], ""]), wrong, (" <- error", "red"))
 
 
 def table_of(found: dict[str, dict[str, Any]]) -> Table:
