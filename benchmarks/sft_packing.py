@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from benchmarks.measuring import RESULTS, Clock, in_turn, machine, parser_of, quiet_folder, rounded, store
 from benchmarks.presets import Preset, build_model, find_preset
-from ebft.data.batches import JoiningCollator, pack_rows
+from ebft.data.documents import JoiningCollator, pack_rows
 from ebft.sft.trainer import SFTTrainer
 
 MEDIAN, SPREAD = 1 / 6, 0.7  # of the lengths: relative to the longest, and the deviation of their logarithm

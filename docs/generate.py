@@ -261,7 +261,7 @@ API = {
             "compute_advantages",
         ),
     ),
-    "Data": ("ebft.data.batches", ("pack_rows",)),
+    "Data": ("ebft.data.documents", ("pack_rows",)),
     "Layout of strided mode": (
         "ebft.strided",
         (

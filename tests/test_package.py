@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Files and folders of the package from the bottom up. A file imports from its own room and from the lines above its
 # line, also for type checking alone. The longest name of a room applies.
 CORE = (
-    "anchors machine printed processes rewards transformers_internals",
+    "anchors machine printed rewards transformers_internals",
     "errors",
     "files scores",
     "run_files",

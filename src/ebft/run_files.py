@@ -12,7 +12,7 @@ from typing import Any
 
 from ebft.errors import RunError
 from ebft.files import CHECKSUMS, RUN_FILE, STATE
-from ebft.processes import is_alive
+from ebft.machine import is_alive
 
 METRICS = "metrics.jsonl"  # one line per log or evaluation: step, time (seconds since 1970), metrics
 RUN = "run.json"  # state, process, progress, config and versions of the run

@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ebft.data.batches import DocumentCollator, JoiningCollator, joined, pack_rows
+from ebft.data.documents import DocumentCollator, JoiningCollator, joined, pack_rows
 from ebft.errors import DataError
 from ebft.strided.layout import Documents
 

@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from ebft.data.apply import FEATURES
-from ebft.data.lengths import cut_and_drop, longest_document
+from ebft.data.documents import cut_and_drop, longest_document
 from ebft.data.row_counts import RowCounts
 from tests.data.space_tokenizers import space_tokenizer
 

@@ -6,9 +6,8 @@ from copy import deepcopy
 
 import typer
 
-from ebft.config.load import apply_overrides, parse_yaml
 from ebft.errors import ConfigError
-from ebft.run.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig, apply_overrides, parse_yaml
 from ebft.tools.cli import app
 from tests.docs.blocks import ROOT
 

@@ -9,8 +9,8 @@ import warnings
 import pytest
 from ruff import find_ruff_bin
 
-from ebft.config.load import apply_overrides, parse_yaml
 from ebft.errors import ConfigError
+from ebft.run.config.schema import apply_overrides, parse_yaml
 from ebft.tools.launch.sweep import read_sweep
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, blocks_of, inline_commands, shell_lines
 from tests.docs.commands import check_command, check_config, commands_in

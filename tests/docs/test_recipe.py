@@ -1,7 +1,7 @@
 import re
 from pathlib import Path
 
-from ebft.config.load import parse_yaml
+from ebft.run.config.schema import parse_yaml
 from ebft.tools.init.config import _settings_of
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import load_config
-from ebft.config.load import parse_yaml
 from ebft.methods import named_methods
 from ebft.methods.method import Method
-from ebft.run.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig, parse_yaml
 from ebft.run.trainer import training_arguments
 from ebft.tools.init.config import draft, method_named
 from ebft.tools.init.draft import _scalar

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft import processes
 from ebft.errors import LaunchError
+from ebft.machine import LAUNCH_FOLDER, LAUNCH_PARENT
 from ebft.tools import cli
 from ebft.tools.launch import agent
 from ebft.tools.launch.agent import NEUTRAL
@@ -44,7 +44,7 @@ def launched(monkeypatch, tmp_path):
 def test_processes_that_end_well_know_the_command_that_started_them(launched, tmp_path):
     assert launched("parent") == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == [str(os.getpid())] * 2
-    assert processes.FOLDER not in os.environ and processes.PARENT not in os.environ
+    assert LAUNCH_FOLDER not in os.environ and LAUNCH_PARENT not in os.environ
 
 
 def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp_path):
@@ -99,8 +99,8 @@ def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
 
 
 def test_a_process_that_starts_after_the_launch_ended(monkeypatch, tmp_path):
-    monkeypatch.setenv(processes.FOLDER, str(tmp_path / "deleted"))
-    code = "from ebft.processes import join_launch; join_launch()"
+    monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path / "deleted"))
+    code = "from ebft.machine import join_launch; join_launch()"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 130
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from ebft import processes
+from ebft.machine import LAUNCH_PARENT, join_launch, leave_error, reports_failure, watch_parent
 
 LONGEST = 60  # seconds
 
@@ -31,8 +31,8 @@ def main(act, folder):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: received.append(number))
     if act == "orphan":
-        processes.watch_parent()
-        assert processes.PARENT not in os.environ
+        watch_parent()
+        assert LAUNCH_PARENT not in os.environ
         Path(folder, "started").touch()
         wait_until(lambda: received)
         written = Path(folder, "writing")
@@ -40,8 +40,8 @@ def main(act, folder):
         written.rename(Path(folder, "stopped"))
         sys.exit()
     if act == "parent":
-        Path(folder, rank).write_text(os.environ[processes.PARENT])
-    processes.join_launch()
+        Path(folder, rank).write_text(os.environ[LAUNCH_PARENT])
+    join_launch()
     if act == "listening":
         import psutil
         from torch import distributed  # imported for this one only, as it is slow
@@ -66,15 +66,15 @@ def main(act, folder):
         _meet(Path(folder, "here"), rank)  # the launcher stops a process that is still starting when another ends
         if rank == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        processes.leave_error("Connection closed by peer")  # the error that follows from the other's end
+        leave_error("Connection closed by peer")  # the error that follows from the other's end
         sys.exit(1)
     if act == "traceback":
-        processes.leave_error(f"the traceback of {rank}")
+        leave_error(f"the traceback of {rank}")
         sys.exit(1)
     if act == "silent" and rank == "1":
         sys.exit(3)
     if act == "reported":
-        if processes.reports_failure():
+        if reports_failure():
             print("reported once", flush=True)
         sys.exit(2)
 

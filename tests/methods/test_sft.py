@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from ebft import train
-from ebft.data.batches import PackedRows
+from ebft.data.documents import PackedRows
 from ebft.run.config.schema import RunConfig
 from ebft.tools.doctor.rows import LongestRows
 

@@ -2,7 +2,7 @@
 
 from transformers import TrainingArguments
 
-from ebft.data.batches import DocumentCollator
+from ebft.data.documents import DocumentCollator
 from ebft.sft.trainer import SFTTrainer
 
 

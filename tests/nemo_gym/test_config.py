@@ -4,10 +4,9 @@ import warnings
 
 import pytest
 
-from ebft.config.load import parse_yaml
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine, check_machine
-from ebft.run.config.schema import RunConfig, load_config
+from ebft.run.config.schema import RunConfig, load_config, parse_yaml
 from ebft.serving.command import server_command
 from tests.config.conftest import warned
 

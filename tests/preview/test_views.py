@@ -4,7 +4,7 @@ import pytest
 
 from ebft.anchors import BlockOptions
 from ebft.config.options import EBFTSection
-from ebft.data.batches import pack_rows
+from ebft.data.documents import pack_rows
 from ebft.methods import views
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -153,7 +153,7 @@ def test_a_conversation_in_structured_mode(tokenizer):
 
 def test_labels_are_those_of_the_trainers(tokenizer):
     """The masks that `Documents` and `labelled_reference` give, for a longer row."""
-    from ebft.data.batches import DocumentCollator
+    from ebft.data.documents import DocumentCollator
     from ebft.strided.layout import Documents
 
     given = row(tokenizer, "a prompt", " and its completion", masked=[12, 13])

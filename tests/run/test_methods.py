@@ -9,8 +9,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from ebft import load_config, train
-from ebft.config.load import parse_yaml
 from ebft.data.load import load_token_rows
+from ebft.run.config.schema import parse_yaml
 from tests.docs.blocks import ROOT, blocks_of
 
 OVERRIDES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from ebft.data.batches import JoiningCollator, pack_rows
+from ebft.data.documents import JoiningCollator, pack_rows
 from ebft.errors import ModelError
 from ebft.sft.packed import model_inputs, why_not_separated
 from ebft.sft.trainer import SFTTrainer

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from trl.models.activation_offloading import OffloadActivations
 
-from ebft.data.batches import DocumentCollator
+from ebft.data.documents import DocumentCollator
 from ebft.errors import ModelError
 from ebft.prefix import logps
 from ebft.sft.trainer import SFTTrainer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ebft.anchors import BlockOptions
-from ebft.data.batches import DocumentCollator
+from ebft.data.documents import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
 from ebft.strided.held_out import held_out_metrics

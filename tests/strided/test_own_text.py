@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebft.anchors import BlockOptions
-from ebft.data.batches import DocumentCollator
+from ebft.data.documents import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
 from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards

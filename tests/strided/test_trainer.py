@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.utils.data import ConcatDataset
 from transformers import TrainerCallback
 
-from ebft.data.batches import PackedRows
+from ebft.data.documents import PackedRows
 from ebft.errors import ConfigError, ModelError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import AsyncEBFTConfig, EBFTConfig

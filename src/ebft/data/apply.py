@@ -33,8 +33,8 @@ from ebft.data.tables import map_rows
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, EBFTError, doing, prefixed, shortened, told
+from ebft.machine import is_main_process
 from ebft.printed import say
-from ebft.processes import is_main_process
 
 _NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
 _READ = "columns_read"  # column of the names of the columns that were read

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
 from ebft.data.apply import Check, Source, apply_transform, tokenise
-from ebft.data.lengths import cut_and_drop, without_repeated
+from ebft.data.documents import cut_and_drop, without_repeated
 from ebft.data.row_counts import PROMPT_TOO_LONG, SPLIT, TOO_LONG, RowCounts, SectionReport
 from ebft.data.sources import RawRows, read_source, row_place
 from ebft.data.tables import discard_tables, shuffle_rows
 from ebft.errors import DataError, shortened
+from ebft.machine import is_main_process
 from ebft.printed import say
-from ebft.processes import is_main_process
 
 LoadEntry = Callable[[Source, RowCounts], Dataset]  # returns the usable rows of a source, and updates counts
 

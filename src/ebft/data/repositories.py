@@ -18,8 +18,8 @@ from datasets import Dataset, DatasetBuilder, get_dataset_default_config_name, l
 from ebft.data.file_formats import files_below, kind_of, read_files, refuse_pointers
 from ebft.data.tables import reading
 from ebft.errors import DataError, doing, shortened
+from ebft.machine import is_main_process
 from ebft.printed import say
-from ebft.processes import is_main_process
 
 logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # that a card has no header
 _CARD = "README.md"

@@ -97,12 +97,12 @@ class Strided(Method):
         return True
 
     def arrange(self, config: MethodConfig, train: Any) -> Any:
-        from ebft.data.batches import pack_and_report
+        from ebft.data.documents import pack_and_report
 
         return pack_and_report(train, config.sequence_len) if config.sample_packing else train
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.data.lengths import block_options
+        from ebft.data.documents import block_options
         from ebft.methods.views import StridedView
 
         return StridedView(config.ebft, block_options(config, config.ebft, tokenizer), tokenizer)
@@ -113,7 +113,7 @@ class Strided(Method):
         return options | {"log_rollouts": config.log_rollouts, "max_length": config.sequence_len if are_cut else None}
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.batches import DocumentCollator
+        from ebft.data.documents import DocumentCollator
         from ebft.strided import StridedEBFTTrainer
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)

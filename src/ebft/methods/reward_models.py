@@ -131,7 +131,7 @@ class ProcessRewardModel(Classifier):
         return load_steps(config, tokenizer, config.num_labels or CLASSES)
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.batches import DocumentCollator
+        from ebft.data.documents import DocumentCollator
         from ebft.reward_models import ProcessRewardTrainer
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=False)

@@ -111,7 +111,7 @@ class SFT(Method):
     def arrange(self, config: MethodConfig, train: Any) -> Any:
         if config.streaming or not config.sample_packing:
             return train
-        from ebft.data.batches import pack_and_report
+        from ebft.data.documents import pack_and_report
 
         return pack_and_report(train, config.sequence_len)
 
@@ -132,7 +132,7 @@ class SFT(Method):
         return own
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.data.batches import JoiningCollator, pack_rows
+        from ebft.data.documents import JoiningCollator, pack_rows
         from ebft.models.causal_lm import unwrap_adapter
 
         if common["args"].use_liger_kernel:

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.anchors import BlockOptions
 from ebft.config.options import EBFTSection
-from ebft.data.batches import DocumentCollator, JoiningCollator
 from ebft.data.conversation import Conversation, Renderer
+from ebft.data.documents import DocumentCollator, JoiningCollator
 from ebft.data.rendering import ChatTemplate
 from ebft.data.stream import StreamRows
 from ebft.data.transforms.rows import IGNORE

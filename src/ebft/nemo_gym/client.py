@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from ruamel.yaml import YAML
 
 from ebft.config.keys.data import NemoGymKeys
 from ebft.config.keys.serving import base_url
-from ebft.config.load import parse_yaml
 from ebft.errors import ConfigError, ServerError, doing, shortened, told
+from ebft.machine import is_main_process
 from ebft.printed import say
-from ebft.processes import is_main_process
 from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
 from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient
 
@@ -52,7 +52,7 @@ class Servers:
         """Parse the response of the head server: YAML in which each server is `name: {kind: {type: settings}}`."""
         found = {}
         with doing(f"reading {head}{CONFIG_PATH}, the config of NeMo Gym's servers (nemo_gym_head_port)"):
-            for name, kinds in parse_yaml(text).items():
+            for name, kinds in YAML(typ="safe", pure=True).load(text).items():
                 for kind in (RESOURCES, AGENTS, MODELS):
                     settings = next(iter(_dict(_dict(kinds).get(kind)).values()), None)
                     if isinstance(settings, dict) and settings.get("port") is not None:

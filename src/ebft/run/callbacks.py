@@ -17,9 +17,9 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from ebft.errors import cause, doing, warn
 from ebft.files import STATE, json_object
+from ebft.machine import SIGNALS, has_failed, is_main_process, passed_on, signal_handler
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
-from ebft.processes import SIGNALS, has_failed, is_main_process, passed_on, signal_handler
 from ebft.run.config.schema import RunConfig
 from ebft.trainer import OverTrainer
 

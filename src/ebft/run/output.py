@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from ebft import run_files
 from ebft.errors import ConfigError, SaveError, doing, some_of, warn
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
-from ebft.processes import is_main_process
+from ebft.machine import is_main_process
 from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
 from ebft.run_files import CARD

@@ -35,9 +35,9 @@ from ebft.data.tables import discard_tables
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
 from ebft.files import file_hash, flush, json_hash, locked, text_hash
+from ebft.machine import is_main_process
 from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.printed import say, without_secrets
-from ebft.processes import is_main_process
 from ebft.run.config.schema import RunConfig
 
 

@@ -20,10 +20,9 @@ from huggingface_hub import ModelCardData
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.section import changed_keys
 from ebft.errors import SaveError, cause, doing, warn
-from ebft.machine import installed_version
+from ebft.machine import installed_version, is_main_process
 from ebft.methods.method import selecting_keys
 from ebft.printed import say, without_secrets, without_secrets_in_text
-from ebft.processes import is_main_process
 from ebft.run.config.schema import RunConfig
 from ebft.run_files import CARD, REPORT
 

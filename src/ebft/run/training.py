@@ -22,12 +22,13 @@ from torch import nn
 from transformers import Trainer, TrainerState, set_seed
 
 from ebft.config.user_functions import user_code
-from ebft.data.lengths import longest_document
+from ebft.data.documents import longest_document
 from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError, SaveError, doing, shortened, warn
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
+from ebft.machine import is_main_process, is_ray_worker
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.load import check_sequence_len, load_model, load_model_config, usable_quantisation, weights_dtype
 from ebft.models.pretrained import load_tokenizer
@@ -36,7 +37,6 @@ from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
 from ebft.printed import say
-from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
 from ebft.run import checkpoints
 from ebft.run.callbacks import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early

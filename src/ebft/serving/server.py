@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Self, TextIO
 
 from ebft.config.keys.serving import ServerSettings, check_free, reachable_host
 from ebft.errors import EBFTError, ServerError, doing, told
+from ebft.machine import LAUNCHER
 from ebft.printed import say
-from ebft.processes import LAUNCHER
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ebft.data.batches import JoiningCollator
+from ebft.data.documents import JoiningCollator
 from ebft.data.transforms.rows import IGNORE
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.prefix.forward import recurrent_layers

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, TrainerCallback
 
-from ebft.data.batches import JoiningCollator, PackedRows
+from ebft.data.documents import JoiningCollator, PackedRows
 from ebft.data.stream import SKIPPED, Position
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, ModelError, doing

@@ -22,7 +22,7 @@ from ebft.config import rules
 from ebft.config.options import RolloutLogOption, StridedOptions
 from ebft.config.rules import resolve_single_sample, select_by_cfm_loss, validate_options
 from ebft.config.section import with_prefix
-from ebft.data.batches import DocumentCollator
+from ebft.data.documents import DocumentCollator
 from ebft.data.rendering import ChatTemplate
 from ebft.features import FeatureNetwork
 from ebft.machine import copy_to

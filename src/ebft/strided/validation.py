@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
-from ebft.data.batches import DocumentCollator, PackedRows
-from ebft.data.lengths import arrays_of
+from ebft.data.documents import DocumentCollator, PackedRows, arrays_of
 from ebft.errors import DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter

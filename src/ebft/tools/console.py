@@ -15,8 +15,8 @@ from rich.text import Text
 
 from ebft.config.user_functions import place_of
 from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, doing, shortened, told
+from ebft.machine import is_main_process, leave_error, reports_failure
 from ebft.printed import go_on_without_output, safe_console, say, traced, without_secrets_in_text
-from ebft.processes import is_main_process, leave_error, reports_failure
 
 FAILED = 1
 WRONG_INPUT = 2

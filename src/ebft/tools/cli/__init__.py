@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ebft.machine import watch_parent
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
-from ebft.processes import watch_parent
 from ebft.tools import console
 from ebft.tools.cli.arguments import ConfigCommand
 from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, nearest_model
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
-from ebft.machine import peak_resident
+from ebft.machine import peak_resident, signal_handler
 from ebft.methods.base_config import FETCH, QuantizationSection, shipped_configs
 from ebft.printed import say
-from ebft.processes import signal_handler
 from ebft.run.config.schema import load_config
 from ebft.tools.cli import arguments as shared
 from ebft.tools.cli.arguments import COPIED, OUTPUT, ConfigCommand, argument, config_and_model, option

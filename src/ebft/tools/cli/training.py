@@ -13,13 +13,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ebft.catalog import MODELS, base_name, is_gguf
-from ebft.config.load import apply_overrides, read_values
 from ebft.errors import ConfigError, RunError, warn
+from ebft.machine import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.methods import named_methods
 from ebft.printed import print_table, say, traced
-from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
-from ebft.run.config.schema import RunConfig, load_config
+from ebft.run.config.schema import RunConfig, apply_overrides, load_config, read_values
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli import arguments as shared
 from ebft.tools.cli.arguments import argument, option

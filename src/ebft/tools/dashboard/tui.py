@@ -23,8 +23,8 @@ from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from ebft.errors import RunError, doing
 from ebft.files import is_free
+from ebft.machine import TYPED
 from ebft.printed import without_secrets_in_text
-from ebft.processes import TYPED
 from ebft.run_files import LOG
 from ebft.tools.dashboard.live import Curve, LiveRun
 from ebft.tools.dashboard.panels import header, health, log, plot, rollouts, settings

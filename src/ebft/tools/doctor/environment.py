@@ -22,9 +22,8 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 
 from ebft.errors import EBFTError, told
-from ebft.machine import installed_version, memory_bytes
+from ebft.machine import LAUNCHER, installed_version, memory_bytes
 from ebft.printed import is_secret_variable, without_secrets_in_text
-from ebft.processes import LAUNCHER
 
 PACKAGE = Path(str(files("ebft")))
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")

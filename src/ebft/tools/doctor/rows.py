@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ebft.anchors import BlockOptions, turn_anchors
-from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
-from ebft.data.lengths import token_counts
+from ebft.data.documents import PackedRows, token_counts
 from ebft.data.row_counts import TRUNCATED
 from ebft.run.config.schema import RunConfig
 from ebft.structured.rollouts.turns import ReferenceLimit

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, longest_reference, without_end
-from ebft.data.lengths import block_options, has_block, longest_document
+from ebft.data.documents import DocumentCollator, block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed, warn
 from ebft.features import pool_sequence

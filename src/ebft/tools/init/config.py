@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from ebft.catalog import locate, looks_local
 from ebft.config.keys.data import DatasetEntry
-from ebft.config.load import apply_overrides, read_values
 from ebft.data.file_formats import files_by_split
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
@@ -25,7 +24,7 @@ from ebft.models.pretrained import load_tokenizer
 from ebft.prefix.attention import HINT
 from ebft.prefix.forward import check_supported
 from ebft.run.config.combinations import SCHEDULES_WITHOUT_WARMUP
-from ebft.run.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig, apply_overrides, read_values
 from ebft.tools.fetch import examples_folder
 from ebft.tools.init.draft import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type

@@ -19,14 +19,13 @@ import torch
 from datasets import Dataset
 from ruamel.yaml.error import YAMLError
 
-from ebft.config.load import parse_yaml
 from ebft.errors import doing, shortened
 from ebft.files import write_text
 from ebft.machine import available_memory, gib
 from ebft.models.pretrained import load_tokenizer
 from ebft.run.checks import check_runnable
 from ebft.run.config.reference import option_groups
-from ebft.run.config.schema import GROUPS, RunConfig
+from ebft.run.config.schema import GROUPS, RunConfig, parse_yaml
 from ebft.run.trainer import this_machine
 from ebft.tools.doctor.memory import changed, changes, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths

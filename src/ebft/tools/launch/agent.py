@@ -24,8 +24,18 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any, NoReturn
 
-from ebft import processes
 from ebft.errors import ConfigError, LaunchError, cause, doing
+from ebft.machine import (
+    COMMAND_FILE,
+    ERROR_FILE,
+    FAILED_FILE,
+    LAUNCH_FOLDER,
+    LAUNCH_PARENT,
+    SIGNALS,
+    passed_on,
+    received_signals,
+    typed_command,
+)
 from ebft.printed import say
 from ebft.tools.launch.plan import ACCELERATE, PORT, RAY, Plan
 
@@ -50,13 +60,13 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         from torch.distributed.run import run
     with tempfile.TemporaryDirectory(prefix="ebft-launch-", ignore_cleanup_errors=True) as created:
         folder = Path(created)
-        command = processes.typed_command(["ebft", *words, *plan.options.words()])
-        (folder / processes.COMMAND).write_text(json.dumps(command), encoding="utf-8")
-        variables = launcher_environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
+        command = typed_command(["ebft", *words, *plan.options.words()])
+        (folder / COMMAND_FILE).write_text(json.dumps(command), encoding="utf-8")
+        variables = launcher_environment(plan) | {LAUNCH_FOLDER: created, LAUNCH_PARENT: str(os.getpid())}
         os.environ |= variables  # new processes get them, too
         logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
         try:
-            with processes.received_signals() as received:
+            with received_signals() as received:
                 ended = _run(lambda: run(parsed), folder, received)
             return _status(ended, folder, bool(received))
         finally:
@@ -125,7 +135,7 @@ def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
         for number in new:
             kills = received.count(signal.SIGINT) >= _KILLING
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if kills else processes.passed_on(number))
+                os.kill(pid, signal.SIGKILL if kills else passed_on(number))
 
 
 def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> int:
@@ -141,22 +151,22 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
             raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
         # Others fail because of a process that was killed, and the launcher stops or, later, kills them.
         latest = min(failure.timestamp for failure in error.failures.values()) + _SAME_TIME
-        was_killed = lambda one: one.exitcode < 0 and -one.exitcode not in processes.SIGNALS and one.timestamp <= latest
+        was_killed = lambda one: one.exitcode < 0 and -one.exitcode not in SIGNALS and one.timestamp <= latest
         rank, first = max(error.failures.items(), key=lambda item: (was_killed(item[1]), item[1].exitcode > 0))
         code = first.exitcode
         who = f"The process of rank {rank}"
-    if code < 0 and was_signalled and -code in (*processes.SIGNALS, signal.SIGKILL):
+    if code < 0 and was_signalled and -code in (*SIGNALS, signal.SIGKILL):
         return 128 - code
     if code < 0:
         reason = ", for example because memory ran out" if -code == signal.SIGKILL else ""
         raise LaunchError(f"{who} was killed by {signal.Signals(-code).name}{reason}.", status=128 - code)
-    if (folder / processes.UNEXPECTED).exists():
-        rank = (folder / processes.FAILED).read_text()
+    if (folder / ERROR_FILE).exists():
+        rank = (folder / FAILED_FILE).read_text()
         say(
-            f"\nThe process of rank {rank} failed:\n{(folder / processes.UNEXPECTED).read_text(encoding='utf-8')}",
+            f"\nThe process of rank {rank} failed:\n{(folder / ERROR_FILE).read_text(encoding='utf-8')}",
             err=True,
         )
-    elif not (folder / processes.FAILED).exists() and code not in _INTERRUPTED:
+    elif not (folder / FAILED_FILE).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from ebft.errors import ConfigError, MissingPackageError
-from ebft.processes import is_launched
+from ebft.machine import is_launched
 from ebft.run.config.schema import RunConfig
 from ebft.serving.command import server_gpus
 

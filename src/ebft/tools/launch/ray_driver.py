@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ebft.errors import ConfigError, LaunchError, cause, doing
+from ebft.machine import passed_on, received_signals
 from ebft.printed import say
-from ebft.processes import passed_on, received_signals
 from ebft.run.config.schema import RunConfig
 from ebft.tools.launch.agent import in_thread
 from ebft.tools.launch.plan import RAY_ADDRESS, uses_cluster

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from ebft.config.user_functions import place_of
 from ebft.errors import EBFTError, LaunchError, doing, told
+from ebft.machine import join_ray
 from ebft.printed import say, traced
-from ebft.processes import join_ray
 from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
 from ebft.run.config.schema import RunConfig

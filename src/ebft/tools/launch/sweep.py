@@ -23,13 +23,12 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from ebft.config.load import parse_yaml
 from ebft.config.validation_errors import section_of
 from ebft.errors import ConfigError, doing, prefixed
 from ebft.files import write_text
+from ebft.machine import LAUNCH_PARENT, passed_on, received_signals
 from ebft.printed import without_secrets
-from ebft.processes import PARENT, passed_on, received_signals
-from ebft.run.config.schema import RunConfig, load_config
+from ebft.run.config.schema import RunConfig, load_config, parse_yaml
 from ebft.run_files import read_object, read_run
 from ebft.tools.dashboard.live import LOWER_IS_BETTER
 from ebft.tools.launch.plan import LaunchOptions
@@ -291,7 +290,7 @@ class Sweep:
 def _command(words: Sequence[str], received: list[int], quiet: bool = False) -> int:
     """Run `ebft WORDS` and pass signals on to it; returns its exit status, 128 + n after signal n."""
     output = subprocess.DEVNULL if quiet else None
-    command, environment = [sys.executable, "-m", "ebft", *words], {**os.environ, PARENT: str(os.getpid())}
+    command, environment = [sys.executable, "-m", "ebft", *words], {**os.environ, LAUNCH_PARENT: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
     sent = 0
     while process.poll() is None:

@@ -24,8 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ebft.anchors import BlockOptions
-from ebft.data.batches import DocumentCollator
-from ebft.data.lengths import block_options
+from ebft.data.documents import DocumentCollator, block_options
 from ebft.data.load import load_token_rows
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
