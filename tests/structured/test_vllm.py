@@ -111,12 +111,12 @@ def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeyp
     config = load_config(write_config(tmp_path, base, own_port), overrides)
 
     def kill_once(args, state, control, **_):
-        running = psutil.Process().children(recursive=True)
-        children.update(child.pid for child in running)
+        words = {child: " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)}
+        own = [child for child in words if "supervisor" in words[child]]  # not what libraries have started
+        children.update(each.pid for child in own for each in (child, *child.children(recursive=True)))
         if state.global_step == 2 and not killed:
-            for child in running:
-                words = " ".join(child.cmdline())
-                if "api_server" in words and str(own_port) in words and "supervisor" not in words:
+            for child, line in words.items():
+                if "api_server" in line and str(own_port) in line and "supervisor" not in line:
                     child.kill()
                     killed.append(child.pid)
 
