@@ -32,7 +32,7 @@ def measured(source: Source, folder: str) -> dict[str, Any]:
 
 
 class LargeFeatures:
-    """A plugin: the features of the rewards are those of the large model's start, and not of the policy's own."""
+    """A plugin: rewards have the features of the large model's start, and not of the policy's own."""
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         network = AutoModelForCausalLM.from_pretrained(cfg.base_model.replace("-small", "-large"), dtype=torch.float32)

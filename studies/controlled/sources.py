@@ -1,4 +1,4 @@
-"""The sources of the study: `Brackets` and `Moved` are those of the tiny quickstart, with what every source can do.
+"""The sources of the study; the tiny quickstart has `Brackets` and `Moved`, and what every source can do.
 
 A new source is a class with the members of `Source`, and a line in SOURCES.
 """

@@ -1,4 +1,4 @@
-"""The keys of a run config that do not depend on the method, in groups.
+"""The keys of a run config that do not depend on the method, in groups; checks of FSDP2 and DeepSpeed.
 
 The keys of evaluation, of training through Ray and of the method are declared here, others in `config/keys/`,
 in a file for each folder that reads them.

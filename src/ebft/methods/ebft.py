@@ -1,5 +1,5 @@
 """Energy-based fine-tuning (`rl: ebft`). Strided mode (`ebft.mode: strided`) has short rollouts along each document;
-structured mode has full completions of prompts, and its rollouts, options and checks are those for GRPO.
+structured mode has full completions of prompts, with the rollouts, options and checks of GRPO.
 
 What both share stands between them.
 """

@@ -4,8 +4,7 @@ trainer.py      the trainer and its arguments; the training step, top to bottom
 layout.py       positions of documents, anchors and blocks in a batch
 passes.py       trees of rollouts, and attention of documents and rollouts, see ebft.prefix
 rollout.py      block-parallel sampling with a key/value cache
-embed.py        features of blocks
-loss.py         scoring, the two loss terms and their gradients
+loss.py         features of blocks, scoring, the two loss terms and their gradients
 output.py       results of a step for users, metrics and the log of rollouts
 held_out.py     metrics on held-out documents
 validation.py   checks of arguments and rows, and comparison with the plain model on a short document

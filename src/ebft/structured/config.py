@@ -1,4 +1,5 @@
-"""Arguments of the trainers of structured mode: TRL's GRPOConfig with additional ebft options."""
+"""Arguments of the trainers of structured mode, TRL's GRPOConfig with additional ebft options; checks of arguments,
+of rows, and of code of the user, which takes part in rollouts."""
 
 from __future__ import annotations
 
