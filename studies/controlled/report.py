@@ -1,4 +1,4 @@
-"""The tables of the controlled study, which are printed, and results/frontier.png, from the files in results/."""
+"""The tables of the controlled study, which are printed, and results/figure.png, from the files in results/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from cells import HERE
 RESULTS = HERE / "results"
 METRICS = {"kl": "KL, nats", "valid": "valid", "coverage": "coverage KL", "until_error": "words to error"}
 METRICS |= {"cfm_loss_change": "change of CFM loss"}
-DRAWN = ("start", "sft", "sft-decay", "sft-tenth", "ebft", "ebft-ce_0.2", "ebft-whitened", "rlvr")
+DRAWN = {"start": "start", "sft-rate0.1": "SFT", "sft-decay": "SFT, decaying", "sft-tenth-rate0.1": "SFT, a tenth"}
+DRAWN |= {"ebft-rate0.1": "EBFT, rate 3e-5", "ebft": "EBFT, 3e-4", "ebft-ce_0.2": "EBFT, ce_coef 0.2"}
+DRAWN |= {"ebft-whitened": "EBFT, whitened", "rlvr": "RLVR"}
+TITLES = {"shifted-small": "new texts", "moved-small": "200 texts", "brackets-small": "brackets, learned before"}
+TITLES |= {"traces-small": "traces, learned before"}
 Results = dict[str, list[dict[str, Any]]]  # of each group of runs that differ by seed
 
 
@@ -65,21 +69,21 @@ def curve(seeds: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def draw(groups: Results) -> None:
-    """A panel for each source and size: validity against coverage over temperatures."""
+    """For each source: KL at temperature 1, and validity against coverage over temperatures."""
     from matplotlib import pyplot
 
-    places = sorted({"-".join(name.split("-")[:2]) for name in groups})
-    figure, panels = pyplot.subplots(1, len(places), figsize=(4 * len(places), 3.6), squeeze=False)
-    for panel, place in zip(panels[0], places):
-        for number, name in enumerate(DRAWN):
+    figure, panels = pyplot.subplots(2, len(TITLES), figsize=(3.6 * len(TITLES), 5.6), squeeze=False)
+    for (bars, lines), (place, title) in zip(panels.T, TITLES.items()):
+        for number, (name, label) in enumerate(DRAWN.items()):
             if seeds := groups.get(f"{place}-{name}"):
-                coverage, valid = zip(*curve(seeds))
-                panel.plot(coverage, valid, "o-", color=f"C{number}", markersize=3, label=name)
-        panel.legend(fontsize=6)
-        panel.set(title=place, xlabel="KL of modes (less is better)", xscale="log")
-    panels[0][0].set_ylabel("share of valid samples")
+                bars.barh(label, statistics.fmean(seed["kl"] for seed in seeds), color=f"C{number}")
+                lines.plot(*zip(*curve(seeds)), "o-", color=f"C{number}", markersize=3)
+        bars.set(title=title, xlabel="KL(data || model), nats a text", xscale="log", xlim=(0.1, 100))
+        bars.invert_yaxis()
+        lines.set(xlabel="KL of modes (less is better)", ylabel="share of valid samples", xscale="log")
+        lines.minorticks_off()
     figure.tight_layout()
-    figure.savefig(RESULTS / "frontier.png", dpi=110)
+    figure.savefig(RESULTS / "figure.png", dpi=80)
 
 
 if __name__ == "__main__":

@@ -65,10 +65,9 @@ def result_of(cell: Cell) -> dict[str, Any]:
     found = measured(source, str(cell.model)) | feature_matching(cell, source)
     if cell.method != "start":
         shutil.rmtree(cell.model)
-    seconds = {"train": trained_in, "measure": time.perf_counter() - began - trained_in}
-    found |= {"seconds": seconds, "machine": machine(torch.device("cpu"))}
+    found["seconds"] = {"train": trained_in, "measure": time.perf_counter() - began - trained_in}
     shown = [override.replace(f"{OUTPUT}/", "") for override in overrides]
-    return {"cell": cell.__dict__, "overrides": shown, "cost": cost, **found}
+    return {"cell": cell.__dict__, "overrides": shown, "cost": cost, **found, "machine": machine(torch.device("cpu"))}
 
 
 def start(cell: Cell, source: Source) -> Path:

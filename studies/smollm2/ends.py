@@ -54,9 +54,8 @@ def main() -> None:
             if path.exists() or (method == "none" and seed):
                 continue
             trained = train_cell(study, cell) if method != "none" else {}
-            found = measured(study, cell)
             about = {"run": name, "seed": seed, "machine": machine_card()}
-            write_result(path, {**about, **trained, "metrics": found})
+            write_result(path, {**about, **trained, "metrics": measured(study, cell)})
 
 
 def measured(study: Study, cell: Cell) -> dict[str, float]:
@@ -95,11 +94,10 @@ def table(folder: Path) -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         found.setdefault(result["run"], []).append(result["metrics"])
     lines = [f"| run | seeds | {' | '.join(METRICS)} |", "| --- " * (len(METRICS) + 2) + "|"]
-    for name in RUNS:
-        seeds = found.get(name, [])
-        cells = [[of_seed[metric] for of_seed in seeds] for metric in METRICS]
-        shown = [f"{statistics.fmean(v):.4f} ({max(v) - min(v):.4f})" for v in cells if v]
-        lines += [f"| {name} | {len(seeds)} | {' | '.join(shown)} |"] if seeds else []
+    for name in filter(found.get, RUNS):
+        cells = [[of_seed[metric] for of_seed in found[name]] for metric in METRICS]
+        shown = [f"{statistics.fmean(v):.4f} ({max(v) - min(v):.4f})" for v in cells]
+        lines.append(f"| {name} | {len(found[name])} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

@@ -67,7 +67,9 @@ def test_quoted_errors_are_messages_of_the_package_or_marked_as_those_of_others(
 
 def test_figures_in_the_readme_are_those_of_the_pages():
     """The ratios to the published trainer are those of the tables with SmolLM2 and 512 tokens."""
-    figures = re.findall(r"\*\*([\d.]+) times\*\*", (ROOT / "README.md").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    figures = re.findall(r"\*\*([\d.]+) times\*\*", text)
     rows = re.findall(r"^\| 512 \|.*$", (ROOT / "docs" / "speed.md").read_text(encoding="utf-8"), re.MULTILINE)
     tables = [re.findall(r"\| ([\d.]+) x (?=\|)", row)[:2] for row in rows if row.count("|") == 11]
     assert figures == [tables[0][0], tables[1][0], tables[0][1]] and tables[0][1] == tables[1][1]
+    assert len(text[: text.index("## In Python")].split()) <= 450

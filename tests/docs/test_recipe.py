@@ -9,16 +9,18 @@ RECIPE = {"temperature": 1.0, "embed_method": "mean_pooling", "ce_coef": 0.2}
 
 
 def test_every_place_has_the_recipe():
-    found = {"init": _settings_of("ebft", {})["ebft"]}
-    for name in ("strided_prompt_completion", "strided_text_lora", "quickstart/tiny"):
-        found[name] = parse_yaml((ROOT / "examples" / f"{name}.yaml").read_text())["ebft"]
-    for page in ("README.md", "docs/texts.md"):
-        found[page] = parse_yaml(re.search(r"```yaml\n(base_model:.*?)```", (ROOT / page).read_text(), re.DOTALL)[1])[
-            "ebft"
-        ]
+    found = {name: _settings_of(name, {}) for name in ("ebft", "ebft-structured")}
+    pages = [ROOT / name for name in ("README.md", "docs/texts.md", "docs/structured.md")]
+    for path in (*ROOT.glob("examples/str*.yaml"), *pages):
+        found[path.name] = parse_yaml(re.search(r"(?ms)^base_model:.*?(?=```|\Z)", path.read_text())[0])
+    assert {keys["learning_rate"] for keys in found.values()} == {1e-4}  # of adapters
+    for name in ("tiny", "smollm2"):  # with higher rates, as they are short
+        found[name] = parse_yaml((ROOT / "examples" / "quickstart" / f"{name}.yaml").read_text())
     for page in ("README.md", "docs/strided.md"):
         given = re.search(r"args = StridedEBFTConfig\((.*?)\)", (ROOT / page).read_text())[1]
         found[f"program of {page}"] = {key: parse_yaml(value) for key, value in re.findall(r"(\w+)=([^,]+)", given)}
-    for place, section in found.items():
-        assert {key: section.get(key) for key in RECIPE} == RECIPE, place
+    for place, keys in found.items():
+        section = keys | keys.get("trl", {}) | keys.get("ebft", {})
+        pooling = "completion_mean" if "trl" in keys else "mean_pooling"
+        assert {key: section.get(key) for key in RECIPE} == RECIPE | {"embed_method": pooling}, place
         assert not section.get("use_whitening") and section.get("diversity_coef", 1) == 1, place

@@ -1,6 +1,7 @@
 """`ebft init`, and `ebft train` without a config: what they make of data of many shapes, and what they refuse."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -103,6 +104,7 @@ def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_
         assert {key: getattr(found, key) for key in entry} == entry
     assert config.val_set_size == 3 and config.load_best_model_at_end and config.num_epochs == 3
     assert 64 <= config.sequence_len <= 128 and config.adapter == "lora" and config.eval_on_start
+    assert (" run.yaml rl= " in done.stdout) == (config.rl == "ebft")
     assert ebft("config", "--check", "run.yaml").exit_code == 0
 
 
@@ -179,10 +181,8 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     assert small.micro_batch_size == 1 and small.gradient_accumulation_steps == 16
     assert "a small machine, which may not be enough" in done.stdout
     with monkeypatch.context() as on_gpu:
-        for name in ("is_available", "is_bf16_supported"):
-            on_gpu.setattr(torch.cuda, name, lambda: True)
-        on_gpu.setattr(torch.cuda, "current_device", lambda: 0)
-        on_gpu.setattr(torch.cuda, "device_count", lambda: 1)
+        for name, found in {"is_available": 1, "is_bf16_supported": 1, "current_device": 0, "device_count": 1}.items():
+            on_gpu.setattr(torch.cuda, name, lambda found=found: found)
         ebft(*given, "adapter=")
         assert load_config("run.yaml").optimizer == "adamw_bnb_8bit"
     ebft(*given, "--method", "ebft-structured")
@@ -204,16 +204,12 @@ def test_what_is_given_replaces_what_would_be_proposed(ebft, here, data, tiny_ll
 
 
 def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, here, tiny_llama_dir):
-    folder = here / "chat-model"
-    folder.mkdir()
-    for file in tiny_llama_dir.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(tiny_llama_dir, here / "chat-model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    kinds = {"input/output": "ebft_opencode.transform_strided", "labels": "chatml.prompt_pairs"}
-    kinds["alpaca"] = "alpaca_chat"
-    for name, kind in kinds.items():
+    kinds = "ebft_opencode.transform_strided", "chatml.prompt_pairs", "alpaca_chat"
+    for name, kind in zip(("input/output", "labels", "alpaca"), kinds):
         done = ebft("init", data(name), "--model", folder, "--overwrite")
         assert done.exit_code == 0 and "is replaced with" not in done.output
         for others in (["ebft.mode=structured"], ["rl=sdft"], ["rl="]) if name != "labels" else ():

@@ -168,4 +168,4 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
         assert result["cfm_loss_change"] == pytest.approx(result["cfm_loss"] - results[0]["cfm_loss"], abs=1e-4)
     assert any(result["cfm_loss_change"] for result in results)
     report.main()
-    assert "| ebft-lora | 1 |" in capsys.readouterr().out and (tmp_path / "results" / "frontier.png").stat().st_size
+    assert "| ebft-lora | 1 |" in capsys.readouterr().out and (tmp_path / "results" / "figure.png").stat().st_size

@@ -52,16 +52,13 @@ _PARSED, _SAMPLED = "documents", "rollouts"
 class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
     """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
 
-    logging_steps: float = field(
-        default=10,
-        metadata={"help": "Number of steps between logs, or a fraction of all steps; 10 as in TRL and EBFTConfig."},
-    )
+    learning_rate: float = field(default=1e-5, metadata={"help": "Peak learning rate; as in a config."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps between logs, or a share of all; 10 as in TRL."})
     max_length: int | None = field(
         default=None,
         metadata={
-            "help": "Number of tokens at which longer rows were cut (sequence_len in a config). Near it, only texts "
-            "that end could have a block, and training on them would teach the model to end there; so there are no "
-            "blocks within generate_max_len tokens of it. If unset, the model's max_position_embeddings."
+            "help": "Number of tokens at which longer rows were cut (sequence_len in a config). Texts that reach it "
+            "have no blocks in their last generate_max_len tokens. If unset, the model's max_position_embeddings."
         },
     )
     dataloader_pin_memory: bool | None = field(

@@ -90,9 +90,16 @@ def init(
 
     found = draft(data, model, method, overrides, choose if is_terminal() else None)
     write(output, render(found, command))
-    say("\n".join([*found.notes, f"Written to {output}. Next:"]))
-    for name in ("doctor", "train"):
-        say(f"  {shlex.join(['ebft', name, str(output)])}")
+    said = lambda *words: f"  {shlex.join(['ebft', *words])}"
+    lines = [*found.notes, f"Written to {output}. Next:", said("doctor", str(output)), said("train", str(output))]
+    if found.values.get("rl") == "ebft":
+        folder = found.values["output_dir"]
+        lines += [
+            "To compare it with SFT on the same rows:",
+            said("train", str(output), "rl=", f"output_dir={folder}-as-sft"),
+        ]
+        lines += [said("evaluate", str(output), "--model", f"{folder}-as-sft", "--model", folder)]
+    say("\n".join(lines))
 
 
 def config_of_data(

@@ -39,8 +39,6 @@ _OF_THE_EXAMPLE = {
     *("logging_steps", "output_dir", "seed"),
 }
 # Methods whose examples are for long runs of large models, and the rate of others; docs/choosing.md has the ranges.
-_LOW_RATES = ("ebft", "ebft-structured", "grpo", "gdpo", "sdft")
-_OF_ADAPTERS = 1e-4, "the rate of SFT with adapters; 5e-6 to 1e-5 for long runs of models from 1B"
 _HELD_OUT_SPLITS = ("validation", "test")
 _FEWEST = 20  # rows; a tenth is held out
 _MOST_HELD_OUT = 128
@@ -82,10 +80,7 @@ def draft(
     is_text = all(shape.is_text for shape in shapes)
     count = windows(sources) if is_text else sum(len(source.rows) for source in sources)
     _schedule(found, given, count)
-    if method in _LOW_RATES and "adapter" in found.values and "adapter" not in given:
-        found.set("learning_rate", *_OF_ADAPTERS)
-    name = Path(data[0].rstrip("/")).stem or "data"
-    found.values["output_dir"] = f"./outputs/{name}-{method}"
+    found.values["output_dir"] = f"./outputs/{Path(data[0]).stem or 'data'}-{method}"
     apply_overrides(found.values, overrides)
     for key in given.keys() - {"datasets"}:
         found.comments.pop(key, None)
