@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 AS_THEY_ARE = {".png", ".svg", ".ipynb"}
-LISTS = {"api.md", "commands.md", "options.md", "CONTRIBUTING.md"}  # they have every word: in search, below other pages
+LISTS = {"api.md", "options.md", "CONTRIBUTING.md"}  # they have every word: in search, below other pages
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")
 SHIM = "https://unpkg.com/iframe-worker/shim"  # in the pages of the plugin offline
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
