@@ -48,7 +48,7 @@ def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
 @pytest.mark.parametrize(("arguments", "code", "texts"), [
     ("config", 0, ["base_model", "ebft.stride = 8", "trl.num_generations", "datasets.N.path = required"]),
     ("config stride", 0, ["ebft.stride", "-learning_rate"]), ("config strde", 2, ["No key contains 'strde'"]),
-    ("config run.yaml seed=7", 0, ["seed: 7"]),
+    ("config seed=7 run.yaml --check", 0, ["seed: 7"]), ("config --check", 2, ["requires a FILE"]),
     ("config --check run.yaml --learning_rate 1e-4 --seed=7", 0, ["learning_rate: 0.0001", "seed: 7"]),
     ("config --check run.yaml --datasets.0.split test --bf16 --no-tf32", 0, ["'test'", "bf16: True", "tf32: False"]),
     ("config --check run.yaml --no-bf16 true", 2, ["has no value. Write --no-bf16 alone, or --bf16 VALUE."]),

@@ -15,7 +15,7 @@ MODES = ["ebft.mode=structured", "ebft.mode=strided"]
     ("fetch smol", ["smollm2-135m"]), ("fetch ex", ["examples"]),
     ("evaluate run.yaml --model smol", ["smollm2-135m"]), ("quantize configs --type f", ["float8_e4m3fn"]),
     ("show . --sort al", ["alignment"]), ("show run --sort rewards/sh", ["rewards/short"]),
-    ("config ebft.str", ["ebft.stride"]), ("config --check run.yaml ebft.str", ["ebft.stride="]),
+    ("config ebft.str", ["ebft.stride"]), ("config run.yaml ebft.str", ["ebft.stride="]),
     ("train run.yaml ebft.mo", MODES),  # the only key, which has a few values
     ("train run.yaml ebft.mode=str", MODES),
     ("train run.yaml ebft.mode =", ["structured", "strided"]),  # as bash splits it

@@ -70,13 +70,13 @@ def check_command(arguments: list[str], incomplete: bool = False) -> None:
         assert incomplete and missing, f"{type(error).__name__}: {error}"
         return
     values = context.params
-    overrides = values.get("overrides") or (values.get("check") and values.get("words")) or []
+    overrides = values.get("overrides") or ("check" in values and (values["words"] or [])[1:]) or []
     check_overrides([override for override in overrides if override], config_values(values))
 
 
 def config_values(parameters: dict) -> dict | None:
     """The config that a command names, if it is one of this repository."""
-    path = parameters.get("config") or parameters.get("check") or parameters.get("source")
+    path = parameters.get("config") or parameters.get("source") or next(iter(parameters.get("words") or []), None)
     file = next((root / path for root in (ROOT, ROOT / "examples") if path and (root / path).is_file()), None)
     return parse_yaml(file.read_text(encoding="utf-8")) if file else None
 

@@ -146,10 +146,10 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
-    """For `ebft config`: overrides with --check, otherwise keys to search for."""
-    if ctx.params.get("check") is not None:
+    """For `ebft config`: keys to search for, and after the first word, overrides of the file."""
+    if ctx.params.get("words"):
         return complete_override(ctx, incomplete)
-    return list(_keys(incomplete))
+    return [] if ctx.params.get("check") else list(_keys(incomplete))  # the shell completes the path of the file
 
 
 def _keys(incomplete: str) -> Iterator[str]:

@@ -124,10 +124,10 @@ def env(
 
 
 CHECK_HELP = (
-    "Check this YAML file: keys and values, contradictions, optimizer and schedule, trackers, output_dir, dataset "
-    "transforms, and whether a block fits in sequence_len. Packages that training needs but that are missing here "
-    "are warnings. Modules of your own functions (transforms, reward functions, tools, plugins) are imported, which "
-    "runs their code. Models, datasets, devices and the number of processes are checked when training starts."
+    "Check FILE, whatever its name: keys and values, contradictions, optimizer and schedule, trackers, output_dir, "
+    "dataset transforms, and whether a block fits in sequence_len. Packages that training needs but that are missing "
+    "here are warnings. Modules of your own functions (transforms, reward functions, tools, plugins) are imported, "
+    "which runs their code. Models, datasets, devices and the number of processes are checked when training starts."
 )
 
 
@@ -141,7 +141,7 @@ def config(
             complete=complete_word,
         ),
     ] = None,
-    check: Annotated[Path | None, option("FILE", CHECK_HELP)] = None,
+    check: Annotated[bool, typer.Option("--check", help=CHECK_HELP)] = False,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
     ] = False,
@@ -161,18 +161,18 @@ def config(
     if json_schema:
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
         return
-    if check is None and words and words[0].endswith((".yaml", ".yml")):
-        check, words = Path(words[0]), words[1:]
-    console = safe_console(soft_wrap=check is not None)
-    if check is None:
-        search = " ".join(words or [])
-        found = list(option_listing(search))
+    words = sorted(words or [], key=lambda word: "=" in word)  # overrides may precede the file
+    is_file = bool(words) and (check or words[0].endswith((".yaml", ".yml")))
+    console = safe_console(soft_wrap=is_file)
+    if not is_file:
+        found = [] if check else list(option_listing(" ".join(words)))
         if not found:
-            raise ConfigError(f"No key contains {search!r}: list all keys with `ebft config`.")
+            none = "--check requires a FILE" if check else f"No key contains {' '.join(words)!r}"
+            raise ConfigError(f"{none}: list all keys with `ebft config`.")
         for part in found:
             console.print(part)
         return
-    config = load_config(check, words or [])
+    config = load_config(Path(words[0]), words[1:])
     check_runnable(config, elsewhere=True)
     hides = False
     for key, value in changed_keys(config):
@@ -184,7 +184,7 @@ def config(
     if own := imported_names(config):
         console.print(f"Imported to check them, which ran their modules' code: {', '.join(own)}", markup=False)
     rest = "options not shown have their default values. Data and models were not checked"
-    console.print(f"{check} is valid for {config.method.name}; {rest}.", markup=False)
+    console.print(f"{words[0]} is valid for {config.method.name}; {rest}.", markup=False)
 
 
 def option_listing(search: str) -> Iterator[Text | Padding]:
