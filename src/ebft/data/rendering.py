@@ -209,7 +209,7 @@ class ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the tokenizer has no chat template, but the row has messages. Set chat_template (chatml, llama3, or "
-                "Jinja text), or a type of text, such as ebft_strided_structured.transform for pairs"
+                "for tools a Jinja file), or a type of text, such as ebft_strided_structured.transform for pairs"
             )
         try:
             return self.tokenizer.apply_chat_template(
