@@ -115,9 +115,9 @@ def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_
 def test_training_without_a_config_writes_the_one_it_uses(ebft, data, here, tiny_llama_dir, name, options):
     options = ["--model", tiny_llama_dir, "--data", data(name), *options]
     words = [*options, "max_steps=2", "output_dir=run", "--no-gradient-checkpointing"]
+    assert ebft("train", *words, "--dry-run").exit_code == 0 and not (here / "run").exists()
     done = ebft("train", *words, "save_steps=1", "eval_steps=1")
-    assert done.exit_code == 0, done.output
-    assert "Config written to run/train.yaml" in done.stderr
+    assert done.exit_code == 0 and "Config written to run/train.yaml" in done.stderr, done.output
     config = load_config(here / "run" / "train.yaml")
     assert config.max_steps == 2 and config.gradient_checkpointing is False
     state = json.loads((here / "run" / "trainer_state.json").read_text())

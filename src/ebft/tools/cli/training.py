@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Annotated, Any, Literal
 
 import typer
@@ -103,10 +104,10 @@ def init(
 
 
 def config_of_data(
-    model: str | None, data: Sequence[str], method: str | None, overrides: Sequence[str]
+    model: str | None, data: Sequence[str], method: str | None, overrides: Sequence[str], dry_run: bool = False
 ) -> tuple[Path, list[str]]:
-    """The config of `ebft train` without a file, in its output_dir, and the overrides that are not in it. The config
-    that the same command wrote before is used again. Raises ConfigError if another one is there."""
+    """The config of `ebft train` without a file, in its output_dir (new, of a dry run: in a temporary folder), and the
+    overrides that are not in it. What the same command wrote is used again. Raises ConfigError for another config."""
     if not (model and data):
         raise ConfigError("Training without a config needs both --model and --data.")
     kept = [each for each in overrides if not each.startswith(_OF_ONE_START)]
@@ -119,6 +120,7 @@ def config_of_data(
     found = draft(data, str(model), method, kept)
     path = Path(found.values["output_dir"]).expanduser() / CONFIG
     if not path.exists():
+        path = Path(mkdtemp(prefix="ebft-")) / CONFIG if dry_run else path
         write(path, render(found, command))
         say("\n".join([*found.notes, f"Config written to {path}"]), err=True)
     elif written_by(command) not in path.read_text(encoding="utf-8").split("\n"):
@@ -286,7 +288,7 @@ def train(
     ebft train run.yaml --sweep sweep.yaml
     """
     join_launch()
-    config, overrides = _config_and_overrides(config, overrides or [], model, data or [], method)
+    config, overrides = _config_and_overrides(config, overrides or [], model, data or [], method, dry_run)
     words = [str(config), *overrides]
     given = {name: context.params[name] for name in LaunchOptions.__dataclass_fields__.keys() - {"passed_on"}}
     options = LaunchOptions(**given, passed_on=context.meta.get(_PASSED_ON, ()))
@@ -314,7 +316,7 @@ def train(
 
 
 def _config_and_overrides(
-    config: Path | None, overrides: list[str], model: str | None, data: list[str], method: str | None
+    config: Path | None, overrides: list[str], model: str | None, data: list[str], method: str | None, dry_run: bool
 ) -> tuple[Path, list[str]]:
     """The config to train, which is written first if --model and --data are given instead."""
     is_override = config is not None and "=" in str(config) and not config.exists()
@@ -327,7 +329,7 @@ def _config_and_overrides(
     elif config is not None:
         raise ConfigError(f"{config} and --model, --data or --method: a config contains them. Remove one.")
     check_not_launched("--model with --data")
-    return config_of_data(model, data, method, overrides)
+    return config_of_data(model, data, method, overrides, dry_run)
 
 
 def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> None:
@@ -371,9 +373,8 @@ def say_result(learned: str, config: RunConfig, folder: Path, typed: list[str]) 
 def after_training(run_config: RunConfig, config: Path, overrides: list[str]) -> tuple[list[str], str | None]:
     """The config and overrides for commands on the result; the command that compares the model with its base model."""
     typed = [str(config), *(each for each in overrides if not each.startswith("resume_from_checkpoint="))]
-    output = str(Path(run_config.output_dir) / EVALUATION)
-    can_be_compared = run_config.method.can_be_compared
-    return typed, shlex.join(["ebft", "evaluate", *typed, "--output", output]) if can_be_compared else None
+    compare = shlex.join(["ebft", "evaluate", *typed, "--output", str(Path(run_config.output_dir) / EVALUATION)])
+    return typed, compare if run_config.method.can_be_compared else None
 
 
 def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:
@@ -385,8 +386,7 @@ def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:
         if config.adapter is not None and (config.load_in_4bit or config.load_in_8bit):
             commands.append(["merge-lora", *typed])
         elif config.adapter is not None and is_gguf(base):  # its weights are converted first
-            commands.append(["fetch", base])
-            commands.append(["merge-lora", str(folder), "--base-model", str(Path(base).with_suffix(""))])
+            commands += [["fetch", base], ["merge-lora", str(folder), "--base-model", str(Path(base).with_suffix(""))]]
         elif config.adapter is not None:
             commands.append(["merge-lora", str(folder)])
     report = folder / REPORT
