@@ -18,8 +18,8 @@ EVALUATED = {"eval_ce_loss": 1.0, "eval_alignment": 0.3, "eval_cfm_loss": 0.5}
 
 
 @pytest.mark.parametrize(("logs", "steps", "line"), [
-    (LOGS, (10, 100), LINE), (EVALUATED, (3, 9), "held out | align +0.300 ^ | cfm 0.500 v | step 3/9 | ce_loss 1.0000"),
-    ({"ebft/diversity": -6e-10}, (1, 0), "ebft reward | divers +0.000 v | step 1"),  # no negative zero
+    (EVALUATED, (3, 9), "held out | eval_align +0.300 ^ | eval_cfm 0.500 v | step 3/9 | ce_loss 1.0000"),
+    (LOGS, (10, 100), LINE), ({"ebft/diversity": -6e-10}, (1, 0), "ebft reward | divers +0.000 v | step 1"),
     ({**SEVERAL, "ebft/mean_reward": 0.09}, (2, 10), OF_SEVERAL),
     (GRPO, (2, 10), "reward | total reward +0.094 ^ | exact +0.094 | step 2/10 | loss 0.0000"),
     (HELD_OUT, (2, 10), "held out | total reward +0.500 ^ | exact +0.500 | step 2/10"),

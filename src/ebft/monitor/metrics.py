@@ -212,6 +212,8 @@ _TERMS = (
 )
 _OF_PREFERENCES = (("accuracy", "rewards/accuracies", ".3f", "^"), ("margin", "rewards/margins", "+.3f", "^"))
 _TOKENS_PER_S = "throughput/generated_tokens_per_s"
+_WIDTH = 100  # characters of a line
+_CONTINUED = "    | "
 
 
 class ConsoleMetrics(TrainerCallback):
@@ -219,11 +221,11 @@ class ConsoleMetrics(TrainerCallback):
 
     `ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100`, then
     `| loss 0.1234 | grad_norm 1.5000 | 1,234 tok/s | 1m20s, 12m00s left`, and for an evaluation `held out | ...` with
-    the metrics `eval_...`. Where the error output is no terminal, and shows no progress bar, a line says that held-out
-    rows are being evaluated.
+    the metrics `eval_...`, once with a legend. Without a terminal, a line says that held-out rows are being evaluated.
     """
 
     _began: tuple[float, int] | None = None  # time and step at which training began or was resumed
+    _legend = _CONTINUED + "eval_ features are not whitened, and eval_cfm is unbiased: not for comparison with training"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.monotonic(), state.global_step
@@ -248,6 +250,8 @@ class ConsoleMetrics(TrainerCallback):
             remaining = f", {duration(elapsed / steps * left)} left" if steps > 0 and left > 0 else ""
             times = duration(elapsed) + remaining
         line = format_logs(logs, state.global_step, state.max_steps, times)
+        if line and "eval_alignment" in logs:
+            line, self._legend = "\n".join(filter(None, (line, self._legend))), ""
         if line:
             tqdm.write("\n".join(map(printable, line.split("\n"))))  # does not interfere with a progress bar
 
@@ -259,19 +263,16 @@ class ProgressBar(ProgressCallback):
         pass
 
 
-_WIDTH = 100  # characters of a line
-_CONTINUED = "    | "
-
-
 def format_logs(logs: dict[str, float], step: int, max_steps: int, times: str = "") -> str | None:
     """The lines of a log of training, which end with `times`, or of an evaluation; None for other logs."""
     logs = {name: value for name, value in logs.items() if value is not None}  # TRL: no reward in this interval
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
-        terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
+        values = [(logs.get(term_prefix + metric), loss_prefix + label, *term) for label, metric, *term in _TERMS]
+        terms = [_term(*term) for term in values if term[0] is not None]
         keys, has_features = ("loss", "ce_loss", "accuracy", "grad_norm"), bool(terms)
         losses = [f"{key} {logs[loss_prefix + key]:.4f}" for key in keys if loss_prefix + key in logs]
-        compared = [(logs[loss_prefix + term[1]], *term) for term in _OF_PREFERENCES if loss_prefix + term[1] in logs]
-        terms += [_term(*term) for term in compared]
+        values = [(logs.get(loss_prefix + metric), label, *term) for label, metric, *term in _OF_PREFERENCES]
+        terms += (compared := [_term(*term) for term in values if term[0] is not None])
         if held_out and "eval_reward" in logs:
             # The policy loss is always about 0, so it is not informative.
             losses = [loss for loss in losses if not loss.startswith("loss ")]
@@ -281,7 +282,6 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int, times: str = 
             terms += [f"total reward {logs[key]:+.3f} ^" for key in (loss_prefix + "reward",) if key in logs]
             terms += [f"{name} {value:+.3f}" for name, value in parts.items() if name != "feature_matching"]
         if terms or losses:
-            # Not titled reward: held-out features are not whitened, and the feature-matching loss is unbiased.
             title = "ebft reward" if has_features else "preference" if compared else "reward" if terms else "loss"
             progress = f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"
             rate = [f"{logs[_TOKENS_PER_S]:,.0f} tok/s"] if _TOKENS_PER_S in logs else []
@@ -302,5 +302,5 @@ def _in_lines(terms: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:
+def _term(value: float, label: str, spec: str, wanted: str) -> str:
     return f"{label} {round(value, 3) + 0.0:{spec}} {wanted}"  # + 0.0 avoids -0.000
