@@ -82,7 +82,7 @@ def test_the_verdict_is_that_of_the_console(tmp_path):
     console = Console(width=120)
     with console.capture() as shown:
         console.print(health(live))
-    assert printed[0] == "Outcome: too few evaluations to tell." and "-1.7 ± 0.24, counts from 2.3" in printed[2]
+    assert printed[0] == "Outcome: too few evaluations to tell." and "-1.7 ± 0.24, significant above 2.3" in printed[2]
     assert printed[0] in page and "eval_loss53.3-1.70.242.3too few values to tell" in page and printed[-1] in page
     assert all(line in shown.get() for line in printed)
 

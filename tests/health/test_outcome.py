@@ -53,13 +53,13 @@ def case(log, *present, absent="(nothing)", **options):
     # the reward is not repeated if features are its only part
     case([entry | {"ebft/alignment": 1.0} for entry in MEAN], absent="reward"),
     # evaluations come first, with their steps and the command that compares the models
-    case(KNOWN + STEADY, "learned: eval_cfm_loss improved", "cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, counts from "),
+    case(KNOWN + STEADY, "learned: eval_cfm_loss improved", "cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, significant above "),
     case(CFM[:3] + [{"step": 33, "train_loss": 1.0}], f"confidence intervals:\n  {COMMAND}", evaluate=COMMAND),
     # an error that two evaluations, or two values, do not show
     case(TWO, TOO_FEW, "(a smaller eval_steps), or train", "ebft evaluate"),
     case(evaluated(eval_reward=[0, 1, 1, 1]), TOO_FEW, absent="±"),
     # a change that would count with more evaluations
-    case(FOUR, TOO_FEW, "eval_loss 5 -> 3.3 (-1.7 ± 0.24, counts from 2.3)", "a smaller eval_steps", absent="unknown"),
+    case(FOUR, TOO_FEW, "3.3 (-1.7 ± 0.24, significant above 2.3)", "a smaller eval_steps", absent="unknown"),
     # the first evaluation is that of the base model, unless it follows steps of training
     case(CFM, absent="base model"),
     case(CFM[1:], f"{FIRST} 10 steps of training, so it is not one of the base model", "eval_on_start: true"),

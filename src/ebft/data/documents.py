@@ -60,7 +60,7 @@ def cut_and_drop(rows: Dataset, config: DataSettings, tokenizer: Any, counts: ro
         batch_size=rows_at_once(rows),
         remove_columns=rows.column_names,
         features=FEATURES,
-        desc="Cutting rows",
+        desc="Checking rows",
     )
     kept.reset_format()
     return kept

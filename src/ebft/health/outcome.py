@@ -77,7 +77,7 @@ class Change(NamedTuple):
         return -self.improvement > 1.5 * (self.error or 0.0)
 
     def __str__(self) -> str:
-        error = "" if self.error is None else f" ± {self.error:.2g}, counts from {self.limit:.2g}"
+        error = "" if self.error is None else f" ± {self.error:.2g}, significant above {self.limit:.2g}"
         return f"{self.name} {self.before:.4g} -> {self.after:.4g} ({self.after - self.before:+.2g}{error})"
 
 
