@@ -53,8 +53,7 @@ def run(tmp_path):
     append(folder / "metrics.jsonl", held_out_line(60, 0.07))
     append(folder / "rollouts.jsonl", strided_entry(61), strided_entry(62))
     message = {"time": "2026-01-01T10:00:00", "step": 40, "since": 38, "name": "grad_norm", "message": "Too [high]."}
-    message["remedy"] = "Do x."
-    append(folder / "health.jsonl", message)
+    append(folder / "health.jsonl", {**message, "remedy": "Do x."})
     (folder / "train.log").write_text("Loading [bold]\n10%|#  \r 50%|##\rdone\n")
     return folder
 
@@ -104,6 +103,7 @@ def test_the_states_of_a_run(run, state, changes, texts):
     write_run(run, state, step=100, **changes)
     found = shown(LiveRun(run))
     assert all(text in found for text in (*texts, "step 100", "Too [high].")) and ("ETA" in found) == ("ETA" in texts)
+    assert found.split("\n")[2].startswith("Outcome: unknown.") == ("ETA" not in texts)
 
 
 def test_files_that_grow_break_vanish_and_start_again(run):

@@ -180,7 +180,7 @@ _STALE = 300.0  # seconds without an update that are shown
 
 
 def header(live: LiveRun, width: int) -> Text:
-    """Three lines: name, state, progress and times; a progress bar; method, speeds and memory."""
+    """Three lines: name, state, progress and times; a progress bar; method, speeds and memory, or the outcome."""
     label, style = STATES.get(live.state, (printable(live.state).replace("\n", " "), "bold"))
     if live.is_missing:
         label, style = "folder not found", "bold white on red"
@@ -202,16 +202,16 @@ def _spread(left: Text, right: Text, width: int) -> Text:
 
 
 def _facts(live: LiveRun, width: int) -> Text:
-    latest = live.metrics.latest
-    facts = [text.format(latest[name]) for name, text in _SPEEDS if name in latest]
-    each = live.seconds_per_step()
-    facts = ([] if each is None else [f"{each:.3g} s/step"]) + facts
+    outcome, each = None if live.state == "running" else live.outcome(), live.seconds_per_step()
+    left = Text(printable(str(live.run.get("method") or "")), style="dim")
+    facts = [] if each is None else [f"{each:.3g} s/step"]
+    facts += [text.format(live.metrics.latest[name]) for name, text in _SPEEDS if name in live.metrics.latest]
+    if outcome is not None:
+        left, facts = Text(f"Outcome: {outcome.verdict}"), []
     if live.state == "running" and live.seconds_since_update() > _STALE:
         facts.append(f"no update for {duration(live.seconds_since_update())}")
-    if live.corrupted:
-        facts.append(f"{live.corrupted} unreadable lines")
-    left, right = Text(printable(str(live.run.get("method") or "")), style="dim"), Text("  ".join(facts))
-    return _spread(left, right, width)
+    facts += [f"{live.corrupted} unreadable lines"] if live.corrupted else []
+    return _spread(left, Text("  ".join(facts)), width)
 
 
 def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> RenderableType:
