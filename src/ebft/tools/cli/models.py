@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, nearest_model
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
-from ebft.machine import peak_resident, signal_handler
+from ebft.machine import gib, peak_resident, signal_handler
 from ebft.methods.base_config import FETCH, QuantizationSection, shipped_configs
 from ebft.printed import say
 from ebft.run.config.schema import load_config
@@ -70,8 +70,8 @@ def merge_lora(
     peak = peak_resident()
     again = f" ({result.resumed} from the interrupted merge)" if result.resumed else ""
     shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
-    say(f"{shards}{again}, {as_mib(result.total_size)}, the largest {as_mib(result.largest_shard)}")
-    say(f"Peak memory: {as_mib(peak)}, {as_mib(peak - before)} more than before the merge")
+    say(f"{shards}{again}, {gib(result.total_size)}, the largest {gib(result.largest_shard)}")
+    say(f"Peak memory: {gib(peak)}, {gib(peak - before)} more than before the merge")
     if result.untied:
         say("Input and output embeddings were tied in the base model; the merged model has them separately.")
     say(f"Merged model saved in {result.folder}")
@@ -110,14 +110,16 @@ def merge_sharded(
     merged = merge_sharded(folder, output, base_model, max_shard_size)
     kind = "adapter" if merged.is_adapter else "model"
     say("The index of the parts (.metadata) is a pickle file; only classes of an index were loaded.", err=True)
-    say(f"{merged.weights} weights, {as_mib(merged.bytes)}")
+    say(f"{merged.weights} weights, {gib(merged.bytes)}")
     say(f"Merged {kind} saved in {merged.folder}")
 
 
 @polite
 def quantize(
     source: shared.ConfigOrFolder,
-    output: Annotated[Path, option("DIR", "Folder of the quantised model.", names=OUTPUT)],
+    output: Annotated[
+        Path | None, option("DIR", "Folder of the quantised model. Default: `quantized` in the model's.", names=OUTPUT)
+    ] = None,
     overrides: shared.Overrides = None,
     weight_dtype: Annotated[
         str | None,
@@ -152,7 +154,7 @@ def quantize(
 
     Examples:
 
-    ebft quantize run.yaml --output outputs/int8
+    ebft quantize run.yaml
 
     ebft quantize run.yaml --output outputs/int4 --weight-dtype int4 --activation-dtype int8
 
@@ -173,16 +175,13 @@ def quantize(
     from ebft.tools.export.quantize import held_out_sequences, quantize_model, text_sequences  # imports torch
 
     read, source = (held_out_sequences, config) if text is None else (text_sequences, text)
-    result = quantize_model(folder, output, wanted, lambda tokenizer: read(source, tokenizer, max_tokens))
-    say(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({wanted.weight_dtype})")
+    result = quantize_model(
+        folder, output or folder / "quantized", wanted, lambda tokenizer: read(source, tokenizer, max_tokens)
+    )
+    say(f"Weights: {gib(result.size_before)} before, {gib(result.size_after)} after ({wanted.weight_dtype})")
     perplexities = f"{result.perplexity_before:.4f} before, {result.perplexity_after:.4f} after"
     say(f"Perplexity of {result.tokens:,} predicted tokens: {perplexities}")
     say(f"Quantised model saved in {result.folder}")
-
-
-def as_mib(size: int) -> str:
-    """A number of bytes in MiB, as text."""
-    return f"{size / 2**20:,.1f} MiB"
 
 
 SMALL = "smollm2-135m"
