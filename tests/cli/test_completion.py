@@ -11,7 +11,7 @@ MODES = ["ebft.mode=structured", "ebft.mode=strided"]
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    ("tr", ["train"]), ("config --ch", ["--check"]), ("train r", []),  # the shell completes paths
+    ("tr", ["train"]), ("config --che", ["--check"]), ("train --learning-r", ["--learning-rate"]), ("train r", []),
     ("fetch smol", ["smollm2-135m"]), ("fetch ex", ["examples"]),
     ("evaluate run.yaml --model smol", ["smollm2-135m"]), ("quantize configs --type f", ["float8_e4m3fn"]),
     ("show . --sort al", ["alignment"]), ("show run --sort rewards/sh", ["rewards/short"]),

@@ -48,6 +48,12 @@ class ConfigCommand(TyperCommand):
                 raise typer.Exit(WRONG_INPUT) from None
         return super().parse_args(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Options of the command, and keys as options that begin with a letter that was typed."""
+        kind, key = type(super().shell_complete(ctx, "--")[0]), incomplete[2:].replace("-", "_")  # --help is one
+        keys = _keys(key) if incomplete.startswith("--") and key else ()
+        return super().shell_complete(ctx, incomplete) + [kind(f"--{each}".replace("_", "-")) for each in keys]
+
     def _as_overrides(self, ctx: Any, left: deque[str]) -> Iterator[str]:
         """The words of a command line, with `key=value` in place of options that are not the command's. Those before
         the first argument, which is the config, follow it."""

@@ -108,10 +108,9 @@ def merge_sharded(
     from ebft.tools.export.checkpoint import merge_sharded  # imports torch
 
     merged = merge_sharded(folder, output, base_model, max_shard_size)
-    kind = "adapter" if merged.is_adapter else "model"
     say("The index of the parts (.metadata) is a pickle file; only classes of an index were loaded.", err=True)
     say(f"{merged.weights} weights, {gib(merged.bytes)}")
-    say(f"Merged {kind} saved in {merged.folder}")
+    say(f"Merged {'adapter' if merged.is_adapter else 'model'} saved in {merged.folder}")
 
 
 @polite
@@ -233,7 +232,7 @@ def fetch(
 
     ebft fetch models/some-model.gguf --output models/some-model
     """
-    to = output or folder
+    to = output or folder or (Path(name) if name in COPIED else None)
     if name is None:
         for model, pinned in MODELS.items():
             state = f"fetched: {found}" if (found := fetched_folder(model)) else "not fetched"
@@ -247,8 +246,6 @@ def fetch(
         raise FetchError(f"Unknown name {name!r}. {hint}")
     from ebft.tools.fetch import convert_file, copy_examples, copy_files, fetch_model  # imports safetensors
 
-    if name in COPIED:
-        to = to or Path(name)
     if name == "examples":
         copies = copy_examples(to, force)
         config = next(path for path in copies if path.name == OWN_TEXT[0])
@@ -262,11 +259,8 @@ def fetch(
         say(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
         say(to)
     else:
-        say(
-            convert_file(Path(name), to or Path(name).with_suffix(""))
-            if is_gguf(name)
-            else fetch_model(name, to, wheel)
-        )
+        is_file, whole = is_gguf(name), Path(name).with_suffix("")
+        say(convert_file(Path(name), to or whole) if is_file else fetch_model(name, to, wheel))
 
 
 LOG = "vllm.log"
