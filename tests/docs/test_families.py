@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ebft.models.pretrained import FALLBACK, KEEP, NAMES
 from ebft.prefix.attention.attention_adapters import FAMILIES as ADAPTED
-from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, tiny_model
+from tests.strided.families import COUNTS_PADDING, FAMILIES, NOT_STRIDED, WITH_STATES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -19,11 +19,13 @@ def first_column(page, heading):
 
 
 def test_families():
-    interface, outside, states, padding = first_column("models.md", "## Families and modes")
+    interface, outside, shared, states, padding = first_column("models.md", "## Families and modes")
     outside = [name for name in outside if "/" not in name]
     assert sorted([*interface, *outside]) == sorted({name.partition("/")[0] for name in FAMILIES})
-    assert set(states) == set(RUNNING_STATE) and set(padding) == set(COUNTS_PADDING)
-    assert f"**{len(interface) + len(outside)} model families**" in (DOCS.parent / "README.md").read_text()
+    assert (set(shared), set(states), set(padding)) == (set(WITH_STATES), NOT_STRIDED, set(COUNTS_PADDING))
+    assert (
+        f"**{len(interface) + len(outside) + len(shared)} model families**" in (DOCS.parent / "README.md").read_text()
+    )
     adapted = {name for name in FAMILIES if {type(module).__name__ for module in tiny_model(name).modules()} & ADAPTED}
     assert {name.partition("/")[0] for name in adapted} - {"stablelm"} == set(outside)
 

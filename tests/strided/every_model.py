@@ -27,6 +27,7 @@ _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": WINDOW}
 SPECIAL = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_expert_group": 1},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _MROPE)},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
              "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_jitter_eps": 0.1, "moe_top_k": 2}},

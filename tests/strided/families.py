@@ -54,6 +54,8 @@ FAMILIES = {
 
 def lora_targets(family):
     """All linear layers, except for families whose routers return a tuple, which PEFT cannot wrap."""
+    if family in ("nemotron_h", "falcon_h1"):  # whose out_proj PEFT refuses
+        return ["in_proj", "q_proj", "o_proj"]
     return ["q_proj", "v_proj", "o_proj"] if family in ("llama4_text", "phimoe") else "all-linear"
 
 
@@ -61,7 +63,7 @@ _LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_h
            "linear_value_head_dim": 16}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-# Models whose layers keep a running state, which several rollouts cannot share: for structured mode only.
+# Models whose layers keep a running state. Prompts are not shared in structured mode.
 RUNNING_STATE = {
     "qwen3_5_text": {"head_dim": 16, **_LINEAR},
     "qwen3_5_moe_text": {"head_dim": 16, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
@@ -84,6 +86,9 @@ RUNNING_STATE = {
     "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2},
     "falcon_mamba": {"state_size": 8},
 }  # fmt: skip
+# Not in strided mode: layers that do not continue from a state with several tokens, and other hidden states by depth.
+NOT_STRIDED = {"jamba", "falcon_mamba", "mamba2"}
+WITH_STATES = [name for name in RUNNING_STATE if name not in NOT_STRIDED]
 # Those whose state passes over padding on the left: neither mode samples from them.
 COUNTS_PADDING = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 64, "head_dim": 8},

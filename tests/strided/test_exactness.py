@@ -13,7 +13,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from ebft.prefix import gpu
 from ebft.prefix.attention import passes, tiles
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
+from tests.strided.families import FAMILIES, VOCAB, WITH_STATES, lora_targets, tiny_model
 from tests.strided.oracle import options_of, oracle_step
 
 BASE = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "min_completion_prefix": 2}
@@ -171,19 +171,20 @@ def compare_gradients(model, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
 def test_family_with_lora(family, tmp_path):
     exact(tmp_path, with_lora(tiny_model(family), target_modules=lora_targets(family)), unequal_batch())
 
 
 @pytest.mark.first(3)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo", "phimoe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo", "phimoe",
+                                    "qwen3_5_text"])  # fmt: skip
 def test_family_full_fine_tuning(family, tmp_path):
     exact(tmp_path, tiny_model(family), unequal_batch(1))
 
 
 @pytest.mark.first(2)
-@pytest.mark.parametrize("family", ["bloom", "gptj", "stablelm", "falcon", "llama4_text"])
+@pytest.mark.parametrize("family", ["bloom", "gptj", "stablelm", "falcon", "llama4_text", "nemotron_h"])
 @pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_attention_outside_the_interface_is_recomputed(family, use_reentrant, tmp_path):
     """Layers that receive the pass with their mask: in backward too, after the call of the model has returned."""

@@ -25,7 +25,7 @@ SMALL = {"vocab_size": 50, "num_layers": 2, "num_hidden_layers": 2, "pad_token_i
 
 @pytest.mark.parametrize(("family", "config", "match"), [
     ("mamba", {"hidden_size": 32, "state_size": 4, **SMALL}, "Mamba(.|\n)*state-space(.|\n)*structured"),
-    ("qwen3_next", {**_COMMON, **RUNNING_STATE["qwen3_next"]}, "linear"),
+    ("jamba", {**_COMMON, **RUNNING_STATE["jamba"]}, "linear"),
     ("xglm", {"d_model": 32, "ffn_dim": 32, **SMALL}, "does not support the attention interface"),
     ("falcon", {"alibi": True, **_COMMON}, "transformers adds the bias twice with eager attention"),
     ("doge", {"head_dim": 8, **_COMMON}, "DogeForCausalLM does not run with strided attention"),

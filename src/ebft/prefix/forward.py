@@ -28,6 +28,7 @@ from ebft.models.sharding import is_partitioned, is_sharded, keep_head
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.attention_adapters import ADAPTED, adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
+from ebft.prefix.attention.states import adapt_states, layers_with_states
 from ebft.prefix.cpu import cpu_matmul
 from ebft.prefix.gpu import fuse
 from ebft.prefix.logps import Float32Results, Head, Linear, head_linear
@@ -43,13 +44,13 @@ _RECURRENT = re.compile(
 def check_supported(causal_lm: PreTrainedModel) -> None:
     """Raise ModelError for architectures that cannot share a document prefix; the message names the feature."""
     name = type(causal_lm).__name__
-    recurrent = recurrent_layers(causal_lm)
-    if recurrent:
+    with_states, recurrent = list(layers_with_states(causal_lm)), recurrent_layers(causal_lm)
+    if recurrent and not with_states:
         raise ModelError(
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
             f"cannot be shared between rollouts that start at different positions. {HINT}"
         )
-    if not takes_attention_functions(causal_lm):
+    if not with_states and not takes_attention_functions(causal_lm):
         check_adapted(causal_lm)
 
 
@@ -111,6 +112,9 @@ def prepare(model: nn.Module) -> PreTrainedModel:
         if type(module).__name__ in ADAPTED:
             adapt(module)
         fuse(module)
+    for module in layers_with_states(causal_lm):
+        adapt_states(module)
+        causal_lm.has_states = True
     return causal_lm
 
 
@@ -151,7 +155,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
             prefix_pass=lambda: run,
         )[0]
     depth = len(decoder_layers(causal_lm))
-    if len(run.calls) != depth:
+    if len(run.calls) != depth and not getattr(causal_lm, "has_states", False):
         raise ModelError(
             f"{type(causal_lm).__name__}: only {len(run.calls)} of {depth} layers used strided attention. {HINT}"
         )

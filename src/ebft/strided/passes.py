@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ebft.prefix import gpu
 from ebft.prefix.attention import MaskPattern, PrefixPass, Visibility, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows
+from ebft.prefix.attention.states import Layer, States, along_documents, without_single_tokens
 from ebft.prefix.attention.tiles import BatchedTiles, Own, Tile, attend, batch_tiles, join_masks
 from ebft.strided.layout import StridedLayout
 
@@ -286,6 +287,29 @@ class StridedPass(PrefixPass):
             return output
         with_room = _with_room(self.layout, *document)
         return torch.cat([output, _node_attention(self, queries[1], with_room, own, pattern, scores, sinks)])
+
+    def advance(self, call, layer: Layer, hidden: Tensor) -> Tensor:
+        nodes = self.nodes
+        if isinstance(nodes, Level):
+            before = nodes.parent if nodes.step else nodes.block
+            states: States = self.cache[call] if before is None else self.cache[call].rows(before)
+            output = layer(hidden.transpose(0, 1), states)
+            self.cache[call] = states
+            return output.transpose(0, 1)
+        s = len(self.document_positions)
+        output, states = along_documents(layer, hidden[:, :s], self.layout.spans, self.layout.anchors)
+        if nodes is None:
+            self.cache[call] = states
+            return output
+        if not len(nodes.tokens):
+            return output
+        of_rollouts = nodes.of_rollouts.flatten(0, 1)  # (R, T)
+        numbers = torch.arange(of_rollouts.numel(), device=hidden.device)
+        block = torch.arange(self.layout.num_blocks, device=hidden.device).repeat_interleave(self.layout.num_samples)
+        of_tokens = without_single_tokens(layer)(hidden[0, s:][of_rollouts], states.rows(block))
+        # A node that several rollouts share is computed in the first one's row.
+        first = torch.full_like(nodes.tokens, len(numbers)).scatter_reduce(0, of_rollouts.flatten(), numbers, "amin")
+        return torch.cat([output, of_tokens.flatten(0, 1)[first][None]], 1)
 
 
 def _with_room(layout: StridedLayout, *shared: Tensor) -> tuple[Tensor, ...]:

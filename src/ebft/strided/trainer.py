@@ -393,6 +393,7 @@ class StridedEBFTTrainer(OverTrainer):
         args = self.args
         saves_memory = args.gradient_checkpointing or args.rollout_tokens_per_pass is not None
         possible = args.disable_dropout and not saves_memory and not is_sharded(self.model)
+        possible &= not getattr(self._causal_lm, "has_states", False)
         wanted = args.single_pass if args.single_pass is not None else args.device.type == "cpu"
         return torch.is_grad_enabled() and possible and wanted
 

@@ -164,6 +164,16 @@ class PrefixPass(ABC):
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         """Compute one call's attention: query (K, Q, tokens, D), key and value (K, tokens, D) -> (tokens, H, D)."""
 
+    def advance(self, call: Call, layer: Any, hidden: Tensor) -> Tensor:
+        """Compute one call of a layer with a running state: hidden states (1, tokens, D) -> (1, tokens, D)."""
+        raise ModelError(f"passes of this kind do not share running states. {HINT}")
+
+    def number(self, module: Any) -> Call:
+        """Count a call of a layer."""
+        call = id(module), self.calls.get(id(module), 0)
+        self.calls[id(module)] = call[1] + 1
+        return call
+
     def tokens(self) -> flex.Visibility | None:
         """Return what the tokens may attend to, if flex_attention can compute the entire pass."""
         return None
@@ -186,6 +196,12 @@ def running(run: PrefixPass) -> Iterator[None]:
         yield
     finally:
         _running.reset(token)
+
+
+def current_pass() -> PrefixPass | None:
+    """Return the pass that is running; None in backward, where layers are recomputed."""
+    found = _running.get()
+    return None if found is None else found()
 
 
 def pass_in(kwargs: dict[str, Any]) -> PrefixPass | None:
@@ -213,8 +229,7 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
             f"requires to share a document prefix between rollouts. {HINT}"
         )
     _check_supported(module, attention_mask, kwargs)
-    call = id(module), run.calls.get(id(module), 0)
-    run.calls[id(module)] = call[1] + 1
+    call = run.number(module)
     scores = AttentionScores(
         scaling=kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[-1] ** -0.5,
         softcap=kwargs.get("softcap"),

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ebft.machine import copy_to
 from ebft.prefix.attention import flex
 from ebft.prefix.attention.passes import MaskPattern, PrefixPass, document_attention, sink_rows
+from ebft.prefix.attention.states import Layer, along_documents
 from ebft.prefix.attention.tiles import AttentionScores, Own, Tile, attend
 from ebft.prefix.sampling import of_device, on_device
 
@@ -231,6 +232,11 @@ class SuffixPass(PrefixPass):
         prefix = torch.tensor(layout.prompts)[prompt]
         document, owner, prefix = copy_to(device, prompt, owner, prefix)
         return flex.Visibility.of(layout.spans, self.position_ids()[0], document, owner, prefix)
+
+    def advance(self, call, layer: Layer, hidden: Tensor) -> Tensor:
+        if self.keeps_keys or self.layout.lengths:
+            return super().advance(call, layer, hidden)
+        return along_documents(layer, hidden, self.layout.spans, [[] for _ in self.layout.spans])[0]
 
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         if self.keeps_keys:
