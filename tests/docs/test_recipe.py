@@ -10,8 +10,11 @@ RECIPE = {"temperature": 1.0, "embed_method": "mean_pooling", "ce_coef": 0.2}
 
 def test_every_place_has_the_recipe():
     found = {name: _settings_of(name, {}) for name in ("ebft", "ebft-structured")}
-    pages = [ROOT / name for name in ("README.md", "docs/texts.md", "docs/structured.md")]
-    for path in (*ROOT.glob("examples/str*.yaml"), *pages):
+    for path in (
+        *ROOT.glob("examples/str*.yaml"),
+        ROOT / "README.md",
+        *map(ROOT.joinpath, ("docs/texts.md", "docs/structured.md")),
+    ):
         found[path.name] = parse_yaml(re.search(r"(?ms)^base_model:.*?(?=```|\Z)", path.read_text())[0])
     assert {keys["learning_rate"] for keys in found.values()} == {1e-4}  # of adapters
     for name in ("tiny", "smollm2"):  # with higher rates, as they are short

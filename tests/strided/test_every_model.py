@@ -22,7 +22,7 @@ from ebft.strided.validation import check_parity
 from ebft.structured.scoring import check_shared_prompt_parity as check_shared_prompts
 from ebft.structured.scoring import score_completions
 from tests.strided.every_model import NAMES, NOT_BUILT, build
-from tests.strided.families import VOCAB
+from tests.strided.families import VOCAB, WITH_STATES
 from tests.strided.oracle import block_feature, blocks_of, plain_logits
 from tests.structured.rollouts.test_local import later_turns, sample
 from tests.structured.test_scoring import TEMPERATURE, expected, prompts
@@ -46,10 +46,9 @@ IN_STRIDED_MODE = {"dory": "differ from those of the plain model",
                    "deepseek_v4": "does not run with strided attention",
                    "gemma3n_text": "has several streams of hidden states",
                    "longcat_flash": "does not run with strided attention"}  # fmt: skip
-WITH_STATES = "bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lara_mini lfm2 lfm2_moe lfm3 nemotron_h "
-WITH_STATES += "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba2"
+OTHERS_WITH_STATES = "bailing_hybrid", "kimi_linear", "lara_mini", "lfm3"
 WITH_SHARED_PROMPTS = {"deepseek_v4": "differ from those of the plain model",
-                       **dict.fromkeys(WITH_STATES.split(), "do not share running states")}  # fmt: skip
+                       **dict.fromkeys([*WITH_STATES, *OTHERS_WITH_STATES], "do not share running states")}  # fmt: skip
 SIZES = {"stride": 12, "context_length": 6, "generate_max_len": 3}
 FEATURES = {"feature_layers": [0.0, 0.5, 1.0], "embed_method": "last_token"}
 OPTIONS = SimpleNamespace(**SIZES, **FEATURES, min_completion_prefix=0, max_length=None, ends=set())

@@ -18,6 +18,7 @@ from ebft.structured import AsyncEBFTConfig, EBFTConfig
 from tests.strided.families import tiny_model
 from tests.strided.short_run import documents
 from tests.strided.test_exactness import checkpointing, with_lora
+from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_parity_check")
 GUIDE_METRICS = {
@@ -55,6 +56,22 @@ def test_names_of_options_and_arguments_of_axolotl(tmp_path):
     for kind in (StridedEBFTConfig, EBFTConfig):
         args = kind(**common, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch")
         assert (args.metric_for_best_model, args.greater_is_better) == ("cfm_loss", False)
+
+
+def test_rows_of_text_are_tokenised_as_in_a_config(tmp_path):
+    tokenizer, words = make_chat_tokenizer(), "one two three four"
+    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": words}]
+    chat = tokenizer.apply_chat_template(turns, tokenize=False)
+    args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], generate_max_len=2, max_steps=1)
+    kinds = [({"messages": turns}, chat), ({"prompt": turns[:1], "completion": turns[1:]}, chat),
+             ({"prompt": "Say: ", "completion": words}, f"Say: {words}<|endoftext|>"),
+             ({"text": words}, f"{words}<|endoftext|>")]  # fmt: skip
+    for row, text in kinds:
+        trainer = StridedEBFTTrainer(chat_model(tokenizer), args, Dataset.from_list([row]), processing_class=tokenizer)
+        found = trainer.train_dataset[0]
+        assert tokenizer.decode(found["input_ids"]) == text
+        start = found["turn_spans"][0][0] if found["turn_spans"] else found["prompt_length"]
+        assert tokenizer.decode(found["input_ids"][start:]).startswith(words) and trainer.train().global_step == 1
 
 
 def test_a_run_logs_evaluates_and_saves(tmp_path):

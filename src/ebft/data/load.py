@@ -59,6 +59,11 @@ def load_section_of_tokens(
     return rows.remove_columns("document"), report
 
 
+def tokenised(rows: Dataset, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The same rows of tokens of `rows`, which have the `type` of the config's only entry of `datasets`."""
+    return _load_section(config, "datasets", token_rows(config, tokenizer), [rows])[0].remove_columns("document")
+
+
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads rows of at most `sequence_len` tokens from a source."""
 
@@ -118,10 +123,12 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry) -> Datase
     return _hold_out(rows, documents, config)[1]
 
 
-def _load_section(config: DataSettings, section: str, load_entry: LoadEntry) -> tuple[Dataset, SectionReport, RawRows]:
+def _load_section(
+    config: DataSettings, section: str, load_entry: LoadEntry, raw: list[Dataset] | None = None
+) -> tuple[Dataset, SectionReport, RawRows]:
     """The usable rows of all entries, with the column `document`, and the report of all documents, usable or not."""
     counts, entries = RowCounts(), getattr(config, section)
-    raw = [read_source(entry) for entry in entries]
+    raw = [read_source(entry) for entry in entries] if raw is None else raw
     documents = RawRows(entries, raw)
     is_split = section == "datasets" and config.val_set_size and not config.test_datasets
     held_out = documents.held_out(config.val_set_size, config.seed) if is_split else ()

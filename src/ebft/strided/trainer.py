@@ -39,7 +39,7 @@ from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import TermGradients, cross_entropy_loss, embed_blocks, policy_gradient_loss, score
 from ebft.strided.output import StepMetrics, StridedOutput
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
-from ebft.strided.validation import check_grad_norms, check_parity, check_trainer_arguments, usable_rows
+from ebft.strided.validation import check_grad_norms, check_parity, check_trainer_arguments, tokenised_rows, usable_rows
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import rename_checkpointing
 
@@ -57,7 +57,7 @@ class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
     max_length: int | None = field(
         default=None,
         metadata={
-            "help": "Number of tokens at which longer rows were cut (sequence_len in a config). Texts that reach it "
+            "help": "Number of tokens at which rows are or were cut (sequence_len in a config). Texts that reach it "
             "have no blocks in their last generate_max_len tokens. If unset, the model's max_position_embeddings."
         },
     )
@@ -82,13 +82,14 @@ class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
 class StridedEBFTTrainer(OverTrainer):
     """Trainer for strided EBFT of a causal LM (Jelassi et al. 2026, section 2 and appendix F).
 
-    Rows of `train_dataset` contain `input_ids` and optionally `labels`, `prompt_length` and `turn_spans`; the default
-    collator pads them. The feature network is the model with its adapter disabled, or else a frozen copy created here
-    (on `args.feature_device`), or else `feature_network`, a causal LM with the tokens of `model`. The loss is
+    Rows of `train_dataset` contain `text`, `messages`, or `prompt` and `completion`, as for TRL's trainers, or else
+    `input_ids` and optionally `labels`, `prompt_length` and `turn_spans`; the default collator pads them. The
+    feature network is the model with its adapter disabled, or else a frozen copy created here (on
+    `args.feature_device`), or else `feature_network`, a causal LM with the tokens of `model`. The loss is
     normalised by the number of tokens of the whole optimizer step, over all micro-batches and ranks. `model` is a
     causal LM, with or without a PEFT adapter, or a name to load; `peft_config` adds a new adapter to it. Raises
-    ModelError for architectures that strided EBFT does not support. `scored_rollouts.hooks` are called in each training
-    step with its rollouts and their rewards (B, N, NB).
+    ModelError for architectures that strided EBFT does not support. `scored_rollouts.hooks` are called in each
+    training step with its rollouts and their rewards (B, N, NB).
     """
 
     args: StridedEBFTConfig
@@ -120,6 +121,7 @@ class StridedEBFTTrainer(OverTrainer):
         self.block_options: BlockOptions = blocks
         kwargs |= {} if train_dataset is None else {"train_dataset": train_dataset}
         for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
+            kwargs[name] = tokenised_rows(name, kwargs[name], tokenizer, args, positions_of(model))
             kwargs[name] = usable_rows(name, kwargs[name], model, self.block_options)
         options = args.feature_layers, args.embed_method, args.feature_device
         self.feature_network: FeatureNetwork = FeatureNetwork(model, *options, network=feature_network)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
+from ebft.config.keys.data import DataSettings
+from ebft.config.keys.models import ModelKeys
 from ebft.data.documents import DocumentCollator, PackedRows, arrays_of
+from ebft.data.load import tokenised
+from ebft.data.transforms import RequiredRows
 from ebft.errors import DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
@@ -57,6 +63,41 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
         for name, is_on in ruling_out.items()
         if args.grad_norms_every and is_on
     )
+
+
+class _Rows(ModelKeys, DataSettings):
+    """What reading the rows of a dataset in memory depends on."""
+
+    _rows: RequiredRows = PrivateAttr()
+
+    @property
+    def required_rows(self) -> RequiredRows:
+        return self._rows
+
+    @property
+    def ebft(self) -> Any:
+        return self._rows.block
+
+
+_TYPES = {"messages": "chat_template", "prompt": "ebft_strided_structured.transform", "text": "completion"}
+
+
+def tokenised_rows(name: str, dataset: Any, tokenizer: Any, args: Any, positions: int | None) -> Any:
+    """Rows of tokens, from a Dataset with `messages`, `prompt` and `completion`, or `text`, as TRL's trainers take.
+
+    Other datasets are returned unchanged. Raises DataError if a row cannot be read.
+    """
+    columns = dataset.column_names if isinstance(dataset, Dataset) else ["input_ids"]
+    column = next((column for column in _TYPES if column in columns), None)
+    if tokenizer is None or column is None or "input_ids" in columns:
+        return dataset
+    if column == "prompt" and isinstance(dataset[0]["prompt"], list):
+        dataset, column = dataset.map(lambda row: {"messages": row["prompt"] + row["completion"]}), "messages"
+    length, entry = args.max_length or positions or 2048, {"path": name, "type": _TYPES[column]}
+    block = SimpleNamespace(**vars(args), mask_thinking_ce=False)
+    settings = _Rows(base_model="-", datasets=[entry], sequence_len=length)
+    settings._rows = RequiredRows("tokens", "strided EBFT", False, block, chat_template_kwargs=None)
+    return tokenised(dataset, settings, tokenizer)
 
 
 def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions) -> Any:

@@ -97,8 +97,6 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
                 for sample in shown:
                     page.print(side_by_side(sample, page.width), "", soft_wrap=False)
         console.print(result_table(before, after))
-        heading = f"{title}, {model}, seed {seed}"
-        save_curves(result.trainer.state.log_history, output / "curves.png", heading, config.ebft.use_whitening)
     found = {"before": means(before), "after": means(after), "samples": list(map(vars, shown))}
     found["change_standard_error"] = {name: error for name, _, error in mean_changes(before, after)}
     save_summary(output / "summary.json", {method: config}, phases.seconds, seed=seed, **found)
@@ -109,7 +107,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
 FILES = (
     ("Table, settings, samples", "summary.json"),
     ("Samples side by side", "samples.txt"),
-    ("Training curves", "curves.png"),
+    ("Training curves", "ebft/report.html"),
     ("Trained LoRA adapter", "ebft"),
 )
 
@@ -118,7 +116,7 @@ def print_next_steps(output: Path, run: Run, prompt: str) -> None:
     """Print the files of the run, and what to do with one's own text and with the adapter."""
     console.print()
     for what, file in FILES:
-        if (output / file).exists():  # there are no curves without matplotlib
+        if (output / file).exists():  # SFT has another folder
             console.print(f"{what + ':':26}{output / file}", highlight=False)
     if shutil.which("ebft") is None:
         activate = os.path.relpath(Path(sys.prefix) / "bin" / "activate")
@@ -148,20 +146,6 @@ def _show(what: str, lines: str) -> None:
 
 # Metric, which way is better. Metrics that each model whitens by its own samples cannot be compared, and are not here.
 METRICS = (("cfm_loss", "down"), ("alignment", "up"), ("diversity", "down"), ("ce_loss", "down"))
-PANELS = (
-    ("ebft/alignment", "alignment (wanted: up)"),
-    ("ebft/cfm_loss", "feature-matching loss, plug-in (wanted: down)"),
-    ("ebft/mean_reward", "reward (wanted: up)"),
-    ("ebft/ce_loss", "cross-entropy (wanted: down)"),
-)
-# Each step whitens the features by its own samples, so values of different steps cannot be compared.
-WHITENED_PANELS = (
-    ("ebft/alignment", "alignment, whitened by each step's samples"),
-    ("ebft/cfm_loss", "feature-matching loss, plug-in, whitened in the same way"),
-    ("ebft/mean_reward", "reward, whitened in the same way"),
-    PANELS[-1],
-)
-PANELS_OF_SFT = (("loss", "cross-entropy (wanted: down)"), ("grad_norm", "gradient norm"))
 
 
 def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) -> Table:
@@ -183,44 +167,6 @@ def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) 
             verdict = "[yellow]no change larger than its error"
         table.add_row(name, f"{old[name]:.4g}", f"{new[name]:.4g}", shown, wanted, verdict)
     return table
-
-
-def save_curves(log_history: list[dict[str, float]], path: Path, title: str, whitened: bool) -> None:
-    """The training curves of one run: every logged value in grey, their running mean in colour."""
-    try:
-        import matplotlib
-    except ImportError:
-        console.print("No curves.png, since matplotlib is not installed: pip install 'ebft[plots]'", markup=False)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = panels_of(log_history, whitened)
-    rows = len(panels) // 2
-    shape = {"squeeze": False, "figsize": (10, 3.25 * rows), "sharex": True, "layout": "constrained"}
-    figure, axes = pyplot.subplots(rows, 2, **shape)
-    for axis, (metric, label) in zip(axes.flat, panels):
-        logged = [(entry["step"], entry[metric]) for entry in log_history if metric in entry]
-        steps, values = zip(*logged)
-        axis.plot(steps, values, color="0.75", linewidth=1, label="each log")
-        windows = [values[max(0, i - 4) : i + 5] for i in range(len(values))]
-        means_of = [sum(window) / len(window) for window in windows]
-        axis.plot(steps, means_of, color="tab:blue", linewidth=2, label="running mean")
-        axis.set_title(label, fontsize=11)
-        axis.grid(alpha=0.3)
-    for axis in axes[-1]:
-        axis.set_xlabel("optimizer step")
-    axes[0, 0].legend(frameon=False)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def panels_of(log_history: list[dict[str, float]], whitened: bool) -> tuple[tuple[str, str], ...]:
-    """The metrics of a run that are drawn, with their titles; `whitened`: of rewards with use_whitening."""
-    if not any(PANELS[0][0] in entry for entry in log_history):
-        return PANELS_OF_SFT
-    return WHITENED_PANELS if whitened else PANELS
 
 
 DOCUMENTS_PER_GROUP = 8

@@ -25,7 +25,7 @@ from ebft.tools.doctor.environment import PACKAGE, output_of
 from ebft.tools.fetch import examples_folder
 
 CONFIGS = (examples_folder() / "quickstart").resolve()  # a link to the examples, in a clone
-_MADE = ("data", "base", "ebft", "sft", "sft-tenth", "samples.txt", "summary.json", "curves.png")
+_MADE = ("data", "base", "ebft", "sft", "sft-tenth", "samples.txt", "summary.json")
 
 
 @dataclass(frozen=True)
