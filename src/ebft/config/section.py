@@ -8,6 +8,7 @@ below `ebft.config.keys.data` read: messages, roles, labels of turns, prompt for
 import ast
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -21,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, warn
 
 Options = TypeVar("Options", bound=type)
 MAX_COUNT, MAX_NUMBER = 10**15, 1e30  # of keys that declare no smaller bound
@@ -121,6 +122,8 @@ def paths(*names: str) -> Any:
                 f"{info.field_name}: {value!r:.200} begins or ends with a line break, as blocks that start with > or | "
                 "do. Start the block with >- or |-, or write the value on one line."
             )
+        if re.search(r"\$\{\w+\}|(^|/)\$[A-Za-z_]\w*(/|$)", value):
+            warn(f"{info.field_name}: {value!r:.200}: environment variables are replaced by the shell, but not here.")
         if "://" in value and info.field_name != "path":
             raise ValueError(f"{info.field_name}: {value!r:.200} is a URL. Set a path on this machine.")
         expanded = os.path.expanduser(value)

@@ -237,11 +237,6 @@ _ATTENTION_FLAGS = {
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
 }
-_VARIABLE = re.compile(r"\$\{[A-Za-z_]\w*\}|(^|/)\$[A-Za-z_]\w*(?=/|$)")
-# Templates, formats, texts of tokens, regular expressions, and arguments of other libraries.
-_ANY_TEXT = re.compile(
-    r"template|format|separator|token|regex|pattern|lora_target|unfrozen|modules|kwargs|optim_args|deepspeed|system_prompt"
-)
 
 
 def resolve(config: MethodConfig) -> None:
@@ -292,9 +287,6 @@ def _resolve_axolotl(config: MethodConfig) -> Iterator[str]:
 
 def _without_effect(c: MethodConfig) -> Iterator[str]:
     """Name the keys that have no effect with the others, and set them to what the run uses."""
-    if found := dict(_variables(c.model_dump(exclude_unset=True))):
-        given = ", ".join(f"{key}: {text!r:.100}" for key, text in found.items())
-        yield f"{given}: environment variables are not replaced in configs, only by the shell on a command line."
     if c.activation_offloading and (not c.method.offloads_activations or c.torch_compile):
         c.activation_offloading = False
         other = "torch_compile" if c.method.offloads_activations else c.method.name
@@ -326,15 +318,6 @@ def _without_effect(c: MethodConfig) -> Iterator[str]:
             yield f"{key} has no effect: {_SHARED if is_shared else f'{c.method.name} does not read it'}."
     if c.log_rollouts == "all" and c.method.samples_per_group(c) is None:
         yield f"log_rollouts: all has no effect: {c.method.name} samples no rollouts."
-
-
-def _variables(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of texts that contain an environment variable, except those whose texts may contain any character."""
-    if isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _variables(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, str) and _VARIABLE.search(value) and not _ANY_TEXT.search(key):
-        yield key, value
 
 
 def _of_adapter(config: MethodConfig) -> Iterator[str]:
