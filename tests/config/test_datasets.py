@@ -49,8 +49,6 @@ def test_empty_names_of_columns_and_prompts_are_unset():
     found = DatasetEntry(path="x", type=given)
     assert found == DatasetEntry(path="x", type={"system_format": "", "format": "{instruction}"})
     assert found.user_defined.field_input == "input" and found.user_defined.system_prompt is None
-    keys = {"system_prompt": "", "field_system": "", "field_messages": "", "field_thinking": ""}
-    assert DatasetEntry(path="x", type="chat_template", **keys) == DatasetEntry(path="x", type="chat_template")
 
 
 def test_a_mapping_with_columns_of_preferences_stays_the_type():

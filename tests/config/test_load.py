@@ -39,7 +39,7 @@ def nested(name, value):
     ("", [], {"base_model": "some/model", "rl": None}),
     ("learning_rate: 1e-5\nadam_epsilon: 1E-9\nweight_decay: 2.5e-2\n", [],
      {"learning_rate": 1e-5, "adam_epsilon": 1e-9, "weight_decay": 0.025}),
-    ("max_steps: -1\n", [], {"max_steps": None}), ("max_steps: null\nwandb_run_id:\n", [], {"max_steps": None}),
+    ("max_steps: -1\n", [], {"max_steps": None}), ("max_steps: null\nunlike_anything:\n", [], {"max_steps": None}),
     # Words that only YAML 1.1 takes for something else.
     ("wandb_name: 1:30\nwandb_project: yes\nsave_strategy: no\nwandb_entity: 2024-02-30\noutput_dir: no\n", [],
      {"wandb_name": "1:30", "wandb_project": "yes", "save_strategy": "no", "wandb_entity": "2024-02-30",
@@ -111,7 +111,7 @@ VALUES = [  # a dotted key, values that it does not accept, and more that the me
     ("val_set_size", (1.5,), "invalid value 1.5; expected a value less than 1 or a valid integer."),
     ("rl", ("sft",), "'orpo' or 'simpo' (leave it out for SFT)."),
     ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
-    ("wandb_name", (7,), "put it in quotes"), ("output_dir", ("", ["out"])), ("base_model", ("", 5, " ")),
+    ("wandb_name", (7,), "put it in quotes"), ("output_dir", (["out"],)), ("base_model", ("", 5, " ")),
     ("datasets", ([], "rows.jsonl", {"path": "rows.jsonl", "type": "completion"}, [None])),
     ("datasets", ([{"path": "rows.jsonl"}], [{**ROW, "type": ""}]), "type"),
     ("datasets", ([{**ROW, "path": " "}],), "path"),

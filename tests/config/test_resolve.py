@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.config.axolotl import IGNORED_KEYS, UNSUPPORTED_KEYS, UNTYPED, CarriedOverKeys
+from ebft.config.axolotl import IGNORED_KEYS, UNSUPPORTED_KEYS, CarriedOverKeys
 from tests.config.conftest import strided, warned
 from tests.config.test_messages import AXOLOTL, EXPERTS
 
@@ -39,10 +39,10 @@ def test_what_replaces_what(make):
 
 def test_ignored_keys_say_once_that_they_have_no_effect(make):
     assert set(IGNORED_KEYS) == set(CarriedOverKeys.model_fields)
-    values = {"save_safetensors": False, "merge_method": "legacy", "local_rank": 1, "fsdp_version": 1}
-    values |= dict.fromkeys(("model_type", "tokenizer_type"), "LlamaForCausalLM")
+    values = {"save_safetensors": False, "merge_method": "legacy", "strict": True, "fsdp_version": 1}
+    values["model_type"] = "LlamaForCausalLM"
     for key in IGNORED_KEYS:
-        value = values.get(key, "another value" if key in UNTYPED else True)
+        value = values.get(key, "another value")
         messages = warned(make, **{key: value})[1]
         said = [message for message in messages if message.startswith(f"{key}: ") and "has no effect" in message]
         assert len(messages) == len(said) == (key != "strict"), key
@@ -70,17 +70,22 @@ def test_keys_that_ask_for_nothing(make):
 
 
 def test_keys_that_repeat_another_key(make):
-    data = {"path": "some/data", "type": "chat_template", "conversation": "chatml"}
-    keys = {"chat_template": "chatml", "datasets": [data], "test_datasets": [data]}
-    config, messages = warned(make, bf16=True, bfloat16=True, **keys)
-    assert config.bf16 is True and config.chat_template == "chatml" and messages == []
+    data = {"path": "some/data", "type": "sharegpt", "conversation": "llama-3", "field_human": "me", "field_model": ""}
+    for keys in ({}, {"chat_template": "llama3"}):
+        config, messages = warned(make, bf16=True, bfloat16=True, **keys, datasets=[data], test_datasets=[data])
+        assert config.bf16 is True and config.chat_template == "llama3" and messages == []
+        assert config.datasets[0].roles == {"user": ["me"]}
+    assert make(trl={"vllm_importance_sampling_clip_max": 2.0}).trl.vllm_importance_sampling_cap == 2.0
+    config, messages = warned(make, adapter="lora", lora_r=2, lora_target_linear=True, load_in_4bit=True, dpo_beta="")
+    assert config.adapter == "qlora" and messages[0].startswith("adapter: lora is replaced with adapter: qlora")
+    config, messages = warned(make, deepspeed="/workspace/axolotl/deepspeed_configs/zero2.json")
+    assert config.deepspeed == "zero2" and "does not exist: it is replaced with zero2" in messages[0]
     with pytest.warns(UserWarning, match="bfloat16: true is replaced with bf16: true"):
         assert make(bf16=False, bfloat16=True).bf16 is True
 
 
 def test_plugins_of_axolotl_are_replaced(make):
-    names = ["liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin", "kernels.KernelsPlugin"]
-    names += ["nemo_gym.NemoGymPlugin"]
-    config, messages = warned(make, plugins=["my_plugins.Mine", *(AXOLOTL + name for name in names)])
+    names = ["liger.Liger", "cut_cross_entropy.CutCrossEntropy", "kernels.Kernels", "nemo_gym.NemoGym"]
+    config, messages = warned(make, plugins=["my_plugins.Mine", *(f"{AXOLOTL}{name}Plugin" for name in names)])
     assert config.plugins == ["my_plugins.Mine"] and len(messages) == 4
     assert messages[0].startswith(f"plugins: {AXOLOTL}liger.LigerPlugin has no effect: liger_rope, ")

@@ -5,7 +5,7 @@ errors, unless they are empty or false. Other keys have another name here.
 """
 
 from collections.abc import Container
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, create_model, model_validator
 
@@ -30,9 +30,8 @@ _UNSUPPORTED = {
     "peft_layer_replication": "the adapter would belong to a model with more layers than base_model. Remove it",
     "peft_ensure_weight_tying": "PEFT decides this from the model's config. Remove it",
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
-    "lisa_n_layers lisa_step_interval lisa_layers_attribute": "LISA trains other layers in each step. Use "
-    "unfrozen_parameters",
-    "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
+    "lisa_n_layers lisa_step_interval lisa_layers_attribute spectrum_top_fraction spectrum_model_name": "list the "
+    "parameters in unfrozen_parameters",
     "qat": "training does not take the rounding of ebft quantize into account. Remove it, and quantise afterwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
@@ -60,8 +59,8 @@ _UNSUPPORTED = {
     # Other losses and other classes of models
     "diffusion": "masked-diffusion models are another class of models: their attention sees both directions, they are "
     "trained to fill in masked tokens, and they need another sampler. Remove it",
-    "use_eaft eaft_alpha eaft_k use_dynamic_finetuning grokfast_alpha grokfast_lamb kd_trainer kd_ce_alpha kd_alpha "
-    "kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url kd_online_topk kd_online_server "
+    "use_eaft eaft_alpha eaft_k use_dynamic_finetuning use_dft grokfast_alpha grokfast_lamb kd_trainer kd_ce_alpha "
+    "kd_alpha kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url kd_online_topk kd_online_server "
     "kd_online_timeout kd_temperature_min trl.entropy_coef trl.use_adaptive_entropy trl.entropy_target "
     "trl.entropy_coef_delta trl.entropy_coef_min trl.entropy_coef_max": "losses have no such term, and gradients are "
     "not filtered. Remove it",
@@ -109,24 +108,50 @@ UNSUPPORTED_IN_DATASETS = {
     "conversation": "set chat_template of the config",
     "chat_template_jinja": "set chat_template of the config to the text of the template",
     "message_field_training_detail": "use message_field_training, and split a turn that is trained on in part",
-    "field_human": "use message_property_mappings and roles",
-    "field_model": "use message_property_mappings and roles",
     "input_format": "set type to a mapping with format",
     "input_transform": "use a custom transform as type",
     "text_column": "set field",
 }
 
-# Other names of keys, which are accepted. Where both names have a value, the one here counts.
-SAME_KEYS = {
-    "adam_eps": "adam_epsilon",
-    "use_cut_cross_entropy": "cut_cross_entropy",
-    "evaluation_strategy": "eval_strategy",
-    "type_of_model": "model_type",
-    "liger_swiglu": "liger_glu_activation",
-    "trackio_run_name": "wandb_name",
-    "mlflow_run_name": "wandb_name",
-    "swanlab_experiment_name": "wandb_name",
+_CONVERSATIONS = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3", "gemma": "gemma"}  # to chat templates
+
+# Key -> its other names, which are accepted. Where both names have a value, the key counts.
+_ACCEPTED = {
+    "adam_epsilon": "adam_eps",
+    "context_parallel_size": "sequence_parallel_degree",
+    "cut_cross_entropy": "use_cut_cross_entropy",
+    "dataset_num_proc": "dataset_processes",
+    "deepspeed": "deepspeed_config",
+    "eval_strategy": "evaluation_strategy",
+    "liger_glu_activation": "liger_swiglu",
+    "model_type": "type_of_model",
+    "neftune_noise_alpha": "noisy_embedding_alpha",
+    "rl_beta": "dpo_beta",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "wandb_name": "wandb_run_name trackio_run_name mlflow_run_name swanlab_experiment_name",
 }
+# Key -> its names in other trainers, which are refused.
+_ELSEWHERE = {
+    "base_model": "model model_name_or_path",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "learning_rate": "lr",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_target lora_targets target_modules",
+    "lr_scheduler": "lr_scheduler_type",
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "epochs num_train_epochs",
+    "optimizer": "optim",
+    "revision_of_model": "model_revision",
+    "rl_beta": "kto_beta orpo_beta simpo_beta",
+    "sequence_len": "max_length max_seq_len max_seq_length",
+    "train_on_inputs": "train_on_input",
+    "trl.max_completion_length": "max_new_tokens",
+    "wandb_name": "run_name",
+}
+SAME_KEYS, OTHER_NAMES = (
+    {name: key for key, names in table.items() for name in names.split()} for table in (_ACCEPTED, _ELSEWHERE)
+)
 # Keys with a value that has another form here: what it is replaced with, and what the user is told.
 _OFFLOADS = "activations are recomputed, and those that are kept are offloaded to main memory"
 _REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
@@ -136,59 +161,23 @@ _REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
     ),
     ("activation_offloading", "legacy"): (
         {"activation_offloading": True},
-        "is replaced with true: TRL's hooks offload the same activations",
+        "is replaced with true, which does the same",
     ),
     ("attn_implementation", "xformers"): ({}, "is ignored: the model's default has the same memory-efficient kernels"),
-    ("float16", True): (
-        {"fp16": True},
-        "is replaced with fp16: true, which trains in mixed precision with a scaled loss",
-    ),
+    ("float16", True): ({"fp16": True}, "is replaced with fp16: true, mixed precision with a scaled loss"),
     ("bfloat16", True): ({"bf16": True}, "is replaced with bf16: true, which has bfloat16 weights as well"),
-}
-
-# Name of a key in other trainers -> its name here.
-OTHER_NAMES = {
-    "model": "base_model",
-    "model_name_or_path": "base_model",
-    "train_on_input": "train_on_inputs",
-    "max_length": "sequence_len",
-    "model_revision": "revision_of_model",
-    "dataset_processes": "dataset_num_proc",
-    "noisy_embedding_alpha": "neftune_noise_alpha",
-    "sequence_parallel_degree": "context_parallel_size",
-    "max_new_tokens": "trl.max_completion_length",
-    "vllm_importance_sampling_clip_max": "trl.vllm_importance_sampling_cap",
-    "max_seq_len": "sequence_len",
-    "max_seq_length": "sequence_len",
-    "per_device_train_batch_size": "micro_batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "epochs": "num_epochs",
-    "num_train_epochs": "num_epochs",
-    "lr": "learning_rate",
-    "lr_scheduler_type": "lr_scheduler",
-    "optim": "optimizer",
-    "lora_rank": "lora_r",
-    "lora_target": "lora_target_modules",
-    "lora_targets": "lora_target_modules",
-    "target_modules": "lora_target_modules",
-    "modules_to_save": "lora_modules_to_save",
-    "dpo_beta": "rl_beta",
-    "kto_beta": "rl_beta",
-    "orpo_beta": "rl_beta",
-    "simpo_beta": "rl_beta",
-    "run_name": "wandb_name",
+    ("bfloat16", "auto"): ({"bf16": "auto"}, "is replaced with bf16: auto"),
 }
 
 
 class Ignored(NamedTuple):
-    """A key without effect: the values that give no warning, why other values change nothing, and what it accepts."""
+    """A key without effect: the values that give no warning, and why other values change nothing."""
 
     harmless: tuple[Any, ...]
     reason: str
-    type: Any = Any
 
 
-# Names -> why they have no effect. Some also have a type, and other values than false that give no warning.
+# Names -> why they have no effect. Some have other values than false that give no warning.
 _OWN_LAYERS = "such kernels are not used; the model's own layers give the same results"
 _OF_FILES = "it is determined by the files of the model and of the tokenizer"
 _IGNORED = {
@@ -221,10 +210,13 @@ _IGNORED = {
     "and PEFT load only what is needed, one weight at a time; see fsdp_config.cpu_ram_efficient_loading",
     "freeze_mm_modules": "only the text model is loaded",
     "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model is_llama_derived_model cls_model_config "
-    "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy gptq gptq_groupsize gptq_model_v1 "
+    "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy gptq gptq_groupsize gptq_model_v1 gptq_use_triton "
     "gptq_disable_exllama": _OF_FILES,
     "tokenizer_use_mistral_common tokenizer_save_jinja_files": "the tokenizer is that of transformers, and saved with "
     "its chat template; without one, set chat_template",
+    "bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_compute_dtype bnb_4bit_quant_storage": "set it in "
+    "bnb_config_kwargs, whose defaults are nf4 with double quantisation",
+    "pad_token_id bos_token_id eos_token_id": "set the text of the token in special_tokens",
     "model_quantization_config_kwargs": "weights that are stored in MXFP4 are always dequantised",
     # Data
     "max_packed_sequence_len": "sample_packing: true packs documents into rows of sequence_len tokens",
@@ -232,7 +224,7 @@ _IGNORED = {
     "sample_packing_bin_size sample_packing_eff_est sample_packing_sequentially sample_packing_mp_start_method "
     "total_num_tokens total_supervised_tokens multipack_real_batches": "all documents are packed together, longest "
     "first, into rows of at most sequence_len tokens, which are counted exactly",
-    "pad_to_multiple_of pad_to_sequence_len": "batches are padded to their longest row",
+    "pad_to_multiple_of pad_to_sequence_len collator_pad_to_longest": "batches are padded to their longest row",
     "num_dataset_shards_to_save push_dataset_to_hub dataset_keep_in_memory": "prepared rows are stored in "
     "dataset_prepared_path only, in files that datasets maps into memory",
     "skip_prepare_dataset": "rows are always prepared: in every run, or once with dataset_prepared_path",
@@ -251,16 +243,16 @@ _IGNORED = {
     "device gpu_memory_limit experimental_skip_move_to_device": "the trainer places the model; see device_map",
     "torch_empty_cache_steps gc_collect_steps gc_steps": "the caching allocator frees memory when it is needed",
     "save_first_step dynamic_checkpoint": "a run that is interrupted saves a checkpoint; see save_steps",
-    "is_preprocess preprocess_iterable axolotl_config_path": "axolotl writes it for its own commands",
+    "is_preprocess preprocess_iterable axolotl_config_path model_config_type": "axolotl writes it for its own commands",
     "include_tokens_per_second include_tkps": "the throughput is always logged",
     "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature": "there "
     "is no page for prompts; use ebft inference",
     "use_otel_metrics otel_metrics_host otel_metrics_port": "metrics are written to metrics.jsonl in output_dir",
-    "hf_use_auth_token": "the token of `hf auth login` or of HF_TOKEN is used if there is one",
+    "hf_use_auth_token push_to_hub": "hub_model_id uploads the model, with the token of `hf auth login` or HF_TOKEN",
     "do_causal_lm_eval eval_causal_lm_metrics": "cross-entropy and perplexity of held-out rows are always logged",
-    "do_bench_eval eval_table_size eval_max_new_tokens generate_samples num_generation_samples "
-    "generation_max_new_tokens generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
-    "generation_do_sample": "use ebft evaluate, or log_rollouts",
+    "do_bench_eval eval_table_size eval_table_max_new_tokens eval_max_new_tokens generate_samples "
+    "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
+    "generation_prompt_ratio generation_do_sample": "use ebft evaluate, or log_rollouts",
     "swanlab_description swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer "
     "swanlab_lark_webhook_url swanlab_lark_secret": "transformers does not pass it to SwanLab",
     "torchdistx_path": "torchdistx is not used",
@@ -283,20 +275,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "gc_steps": (-1,),
     "eval_causal_lm_metrics": ([], ["perplexity"]),
 }
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("pad_to_sequence_len", "skip_prepare_dataset", "save_safetensors", "strict", "debug"), bool),
-    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_fused_linear_cross_entropy"), bool),
-    **dict.fromkeys(("fsdp_version", "local_rank"), int | None),
-    **dict.fromkeys(("model_type", "tokenizer_type"), str | None),
-    "is_llama_derived_model": bool | None,
-    "merge_method": Literal["legacy", "memory_efficient"] | None,
-}
 IGNORED_KEYS = {
-    name: Ignored(_HARMLESS.get(name, (False,)), reason, _TYPES.get(name, Any))
-    for names, reason in _IGNORED.items()
-    for name in names.split()
+    name: Ignored(_HARMLESS.get(name, (False,)), reason) for names, reason in _IGNORED.items() for name in names.split()
 }
-UNTYPED = [name for name, ignored in IGNORED_KEYS.items() if ignored.type is Any]
+TYPED = {"fsdp_version": int | None, "model_type": str | None}
 # Of keys that have an effect beside others.
 _ABOUT = {
     "fsdp_version": "2, the only supported version. With fsdp_config, it enables fsdp.",
@@ -305,8 +287,8 @@ _ABOUT = {
 
 
 _FIELDS: dict[str, Any] = {
-    name: (kind, Field(harmless[0] if kind is bool else None, description=_ABOUT.get(name, f"No effect: {reason}.")))
-    for name, (harmless, reason, kind) in IGNORED_KEYS.items()
+    name: (TYPED.get(name, Any), Field(None, description=_ABOUT.get(name, f"No effect: {ignored.reason}.")))
+    for name, ignored in IGNORED_KEYS.items()
 }
 _IgnoredKeys: type[Section] = create_model("_IgnoredKeys", __base__=Section, __module__=__name__, **_FIELDS)
 
@@ -320,34 +302,30 @@ class CarriedOverKeys(_IgnoredKeys):
         """Accept unsupported keys that are empty or false, or repeat another key, as configs for other trainers do."""
         if not isinstance(data, dict):
             return data
-        found = _asked(data, UNSUPPORTED_KEYS.keys() | SINGLE)
-        if isinstance(found.get("trl"), dict):
-            found["trl"] = _asked(found["trl"], {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS})
-            if not found["trl"]:
-                del found["trl"]
-        for name, here in SAME_KEYS.items():
-            value = found.pop(name, None)
-            if value is not None and found.setdefault(here, value) is None:
-                found[here] = value
-            elif value is not None and found[here] != value:
-                warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.")
+        found = _asked(data, UNSUPPORTED_KEYS.keys() | SINGLE | {"bfloat16", "float16"})
+        found["trl"] = _asked(found.get("trl"), {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS}) or None
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
-                entries = [_asked(each, UNSUPPORTED_IN_DATASETS) for each in found[section]]
-                found[section] = [_without_conversation(each, found.get("chat_template")) for each in entries]
+                found[section] = [_of_sharegpt(each, found.get("chat_template")) for each in found[section]]
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found
 
 
 def _asked(values: Any, unsupported: Container[str]) -> Any:
-    """A mapping without the unsupported keys that are empty or false."""
+    """A mapping without keys that ask for nothing, and with one name of each key."""
     if not isinstance(values, dict):
         return values
-    return {
-        key: value for key, value in values.items() if key not in unsupported or value not in (None, False, "", [], {})
-    }
+    nothing = (None, False, "", [], {})
+    found = {key: value for key, value in values.items() if value not in (nothing if key in unsupported else ("",))}
+    for name, key in SAME_KEYS.items():
+        value, given = found.pop(name, None), found.get(key)
+        if given is None and value is not None:
+            found[key] = value
+        elif value not in (None, given):
+            warn(f"{name}: {value} has no effect: {key}: {given} is the same key.")
+    return found
 
 
 def _replace_values(found: dict[str, Any]) -> None:
@@ -359,19 +337,24 @@ def _replace_values(found: dict[str, Any]) -> None:
             if not other or any(found.get(name) != new for name, new in other.items()):
                 warn(f"{key}: {str(value).lower()} {reason}.")
             found.update(other)
-    for key in ("bfloat16", "float16"):
-        if found.get(key, True) in (None, False):
-            del found[key]
+    if found.get("adapter") == "lora" and found.get("load_in_4bit") is True:
+        warn("adapter: lora is replaced with adapter: qlora, which is its name with load_in_4bit: true.")
+        found["adapter"] = "qlora"
     if isinstance(found.get("tokens"), dict) and found.get("special_tokens") in (None, {}):
         warn("tokens is a mapping, which is read as special_tokens.")
         found["special_tokens"] = found.pop("tokens")
 
 
-def _without_conversation(entry: Any, chat_template: Any) -> Any:
-    """A dataset without `conversation`, the name of its chat template in older configs, if the template is the same."""
-    if not isinstance(entry, dict) or entry.get("conversation") != (entry.get("chat_template") or chat_template):
+def _of_sharegpt(entry: Any, chat_template: Any) -> Any:
+    """A dataset with the keys of chat templates in place of the older ones of sharegpt, if these do not contradict."""
+    if not isinstance(entry := _asked(entry, UNSUPPORTED_IN_DATASETS), dict):
         return entry
-    return {key: value for key, value in entry.items() if key != "conversation"}
+    named, known = entry.get("conversation"), _CONVERSATIONS.get(str(entry.get("conversation")))
+    template = entry.get("chat_template") or chat_template or known
+    if named is not None and template in (named, known):
+        entry |= {"chat_template": template, "conversation": None}
+    roles = (("user", entry.pop("field_human", None)), ("assistant", entry.pop("field_model", None)))
+    return {"roles": {role: [name] for role, name in roles if name} or None, **entry}
 
 
 # Degrees of parallelism that can only be 1.

@@ -60,10 +60,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_means_unset(cls, data: Any) -> Any:
-        """Treat `key:` without a value, as in `wandb_run_id:`, as if the key were absent."""
-        if not isinstance(data, dict):
-            return data
-        return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+        """Treat `key:` without a value, as in `wandb_run_id:`, as if the key were absent, also if it is unknown."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @field_validator("*")
     @classmethod
@@ -287,5 +285,3 @@ class ShapeKeys(Section):
     """Arguments of the chat template for the rows of this dataset, such as {enable_thinking: false}."""
     user_defined: PromptFormat | None = None
     """Columns and format of prompts written out as text; `type` can be this mapping itself."""
-
-    _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
