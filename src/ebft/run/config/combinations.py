@@ -5,7 +5,7 @@ Settings that other settings override get the value in effect, with one warning 
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
@@ -16,7 +16,7 @@ from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
 from ebft.data.transforms import equivalent_transform, trains_on
 from ebft.errors import ConfigError, warn
-from ebft.methods.base_config import RayKeys, fsdp_problems
+from ebft.methods.base_config import RayKeys, fsdp_problems, shipped_configs
 from ebft.methods.method import MethodConfig, contradictory_selection, foreign_keys
 from ebft.run.config.data import chat_templates, entry_conflicts, idle_keys, idle_stream_keys, stream_problems
 
@@ -268,9 +268,13 @@ def _resolve_attention(keys: AttentionKeys) -> str | None:
 
 
 def _resolve_axolotl(config: MethodConfig) -> Iterator[str]:
-    """Replace the text of a chat template and the plugins of axolotl by what they stand for; name ignored keys."""
+    """Replace texts of chat templates, DeepSpeed configs and plugins by what they stand for; name ignored keys."""
     if config.chat_template_jinja is not None:
         config.chat_template, config.chat_template_jinja = config.chat_template_jinja, None
+    named = config.deepspeed if isinstance(config.deepspeed, str) else ""
+    if (ours := Path(named).stem) in shipped_configs() and named != ours and not Path(named).exists():
+        yield f"deepspeed: {named} does not exist: it is replaced with {ours}, the file of this name that ebft ships."
+        config.deepspeed = ours
     replaced = [name for name in config.plugins if name.startswith(FOREIGN)]
     if "nemo_gym_enabled" in config.method.keys.model_fields:  # such methods replace NeMo Gym's plugin
         replaced = [name for name in replaced if name != f"{FOREIGN}nemo_gym.NemoGymPlugin"]
