@@ -111,7 +111,6 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw is not supported: its projections cannot be read"),
     ({"optimizer": "adamw_torch_8bit", "optim_args": {"block_size": 128}},
      "optim_args.block_size: transformers does not read 128"),
-    ({"datasets": [{"path": "a", "type": "alpaca:chat"}]}, "'alpaca:chat' is not supported: write the style"),
     ({"evaluation": {"pass_at": [1, 100]}, **STRIDED}, "evaluation.pass_at: pass@100 .*, got 4. Increase"),
     (strided(temperature=0.0), "temperature: 0 is greedy decoding: .* Set temperature above 0"),
     ({**strided(single_pass=True), "gradient_checkpointing": True}, "ebft.single_pass is incompatible with gradient_c"),

@@ -120,10 +120,10 @@ def paths(*names: str) -> Any:
                 f"{info.field_name}: {value!r:.200} begins or ends with a line break, as blocks that start with > or | "
                 "do. Start the block with >- or |-, or write the value on one line."
             )
-        if re.search(r"\$\{\w+\}|(^|/)\$[A-Za-z_]\w*(/|$)", value):
-            warn(f"{info.field_name}: {value!r:.200}: environment variables are replaced by the shell, but not here.")
         if "://" in value and info.field_name != "path":
             raise ValueError(f"{info.field_name}: {value!r:.200} is a URL. Set a path on this machine.")
+        if re.search(r"\$\{\w+\}|(^|/)\$[A-Za-z_]\w*(/|$)", value):
+            warn(f"{info.field_name}: {value!r:.200}: environment variables are replaced by the shell, but not here.")
         expanded = os.path.expanduser(value)
         if expanded.startswith("~"):
             raise ValueError(f"{info.field_name}: the home folder of {value!r} is unknown. Write the full path.")
@@ -241,6 +241,28 @@ class PromptFormat(Section):
                 names = " and ".join(f"{{{name}}}" for name in known[str(info.field_name)])
                 raise ValueError(f"unknown placeholder {{{name}}}; expected {names}. Double other braces.")
         return text
+
+
+def _alpaca(system: str, prompt: str, no_input: str) -> dict[str, str]:
+    """A style of alpaca: `system` is written around the sentence that introduces the task."""
+    says = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+    given = says.format(", paired with an input that provides further context")
+    texts = {"format": system.format(given) + prompt, "no_input_format": system.format(says.format("")) + no_input}
+    return {**texts, "system_format": ""}
+
+
+_INSTRUCT = "### Instruction:\n{instruction}\n\n"
+_ALPACA = _alpaca("{}\n\n", _INSTRUCT + "### Input:\n{input}\n\n### Response:\n", _INSTRUCT + "### Response:\n")
+_CHAT = ("SYSTEM: {}\n", "USER: {instruction}\n{input}\nASSISTANT:")
+_PHI = ("<|system|>\n{}<|end|>\n", "<|user|>\n{instruction}<|end|>{input}<|assistant|>")
+# Types of datasets that are such prompts.
+PROMPTS: dict[Any, dict[str, str]] = {
+    "alpaca": _ALPACA,
+    "alpaca:chat": _alpaca(*_CHAT, "USER: {instruction}\nASSISTANT:"),
+    "alpaca:phi": _alpaca(*_PHI, "<|user|>\n{instruction}<|end|>\n<|assistant|>\n"),
+    "gpteacher": _ALPACA | {"field_output": "response"},
+    "oasst": _ALPACA | {"field_instruction": "INSTRUCTION", "field_output": "RESPONSE"},
+}
 
 
 class ShapeKeys(Section):

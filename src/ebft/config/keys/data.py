@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from ebft.config.section import NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
+from ebft.config.section import PROMPTS, NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
 from ebft.data.transforms import LABELS, OTHER_TYPES, PreferenceColumns, RequiredRows
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -169,9 +169,15 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
     @model_validator(mode="before")
     @classmethod
     def _format_as_type(cls, data: Any) -> Any:
-        """Move a mapping in `type` to `user_defined`, unless it has columns of preference data."""
-        if not isinstance(data, dict) or not isinstance(data.get("type"), dict):
+        """Move prompts that `type` describes, and keys of prompts beside it, to `user_defined`; not preference data."""
+        if not isinstance(data, dict) or not isinstance(data.get("type"), dict | str):
             return data
+        if isinstance(data["type"], str):
+            own = data.keys() & (PromptFormat.model_fields.keys() - ShapeKeys.model_fields.keys())
+            if data["type"] not in PROMPTS or (data["type"] == "alpaca" and not own):
+                return data
+            prompt = PROMPTS[data["type"]] | {key: data[key] for key in own if data[key]}
+            return {key: data[key] for key in data.keys() - own} | {"type": "user_defined", "user_defined": prompt}
         if data["type"].keys() & (PreferenceColumns.model_fields.keys() - PromptFormat.model_fields.keys()):
             return data
         if data.get("user_defined") is not None:

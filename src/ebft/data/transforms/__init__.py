@@ -143,10 +143,6 @@ _REFUSED = {
     "field_rejected: ...}",
     "orpo.chat_template": "use chat_template.argilla, for chats in the columns chosen and rejected that differ in "
     "their last message",
-    "alpaca:chat": 'write the style as a mapping, type: {format: "USER: {instruction}\\n{input}\\nASSISTANT:", '
-    'no_input_format: "USER: {instruction}\\nASSISTANT:"}',
-    "alpaca:phi": "write the style as a mapping, type: {format: ..., no_input_format: ...}, or alpaca_chat with the "
-    "chat template of the model",
     "pretrain": "use completion, with field for the column of the text",
 }
 

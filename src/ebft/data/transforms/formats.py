@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ebft.config.section import PromptFormat
+from ebft.config.section import PROMPTS, PromptFormat
 from ebft.data.messages import Message, chat_in_json, chat_of, normaliser, read_chat, with_system
 from ebft.data.row_counts import first_present, first_shape, optional_text, text_of, value_of
 from ebft.data.tokens import THINKING
@@ -58,16 +58,6 @@ STYLES = {
     "chatml": Style("<|im_start|>{}\n", "<|im_end|>", "\n"),
     "llama3": Style("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", ""),
 }
-WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-ALPACA = PromptFormat(format=WITH_INPUT, no_input_format=WITHOUT_INPUT)
 PAIRS = (
     ("input", "output"),
     ("prompt", "completion"),
@@ -132,8 +122,8 @@ def reader(name: str, entry: Any, replies: tuple[str, ...] = ()) -> Callable[[Ro
     if name == "text":
         return lambda row: Example("", [_raw_text(row, entry.field)])
     if name in ("alpaca", "user_defined"):
-        keys = ALPACA if name == "alpaca" else entry.user_defined or PromptFormat()
-        return lambda row: _written(row, keys, reads_system=name != "alpaca")
+        keys = PromptFormat(**PROMPTS[name]) if name == "alpaca" else entry.user_defined or PromptFormat()
+        return lambda row: _written(row, keys)
     if name == "mapping":
         return lambda row: _columns(row, entry.type, replies)
     found = FORMATS[name]
@@ -167,12 +157,12 @@ def _pair(row: Row, given: Format, entry: Any) -> Example:
     return Example(with_system(messages, row, entry))
 
 
-def _written(row: Row, keys: PromptFormat, reads_system: bool) -> Example:
+def _written(row: Row, keys: PromptFormat) -> Example:
     """A prompt that is written out with the columns of a row."""
     instruction = text_of(row, first_present(row, [keys.field_instruction], "the instruction", _NAMES))
     output = text_of(row, first_present(row, [keys.field_output], "the completion", _NAMES))
     given = optional_text(row, keys.field_input)
-    system = (optional_text(row, keys.field_system) if reads_system else "") or keys.system_prompt or ""
+    system = optional_text(row, keys.field_system) or keys.system_prompt or ""
     written = keys.format
     if not given and keys.no_input_format is not None:
         written = keys.no_input_format
