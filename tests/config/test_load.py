@@ -67,6 +67,11 @@ def test_what_a_file_and_overrides_become(write, text, overrides, expected):
     assert {name: functools.reduce(getattr, name.split("."), config) for name in expected} == expected
 
 
+def test_a_key_can_be_repeated_with_the_same_value(write):
+    with pytest.warns(UserWarning, match="seed is set in the lines 5 and 7, to one value"):
+        assert load_config(write("seed: 1\nmax_steps: 2\nseed:\n")).seed == 1
+
+
 def test_elements_and_whole_lists_in_overrides(write):
     config = load_config(write(), ["datasets.0.path=notes.txt", "datasets.1.path=b", "datasets.1.type=completion"])
     assert [entry.path for entry in config.datasets] == ["notes.txt", "b"]
@@ -88,6 +93,7 @@ def test_an_override_does_not_reach_the_anchor_through_its_alias(write):
     ("seed: 1\n", ("base_model is missing", "datasets is missing")), (b"base_model: caf\xe9\n", ("run.yaml", "UTF-8")),
     ("ebft:\n\tstride: 4\n", ("line 2", "tab")), ("datasets: [{path: a, type: b}\nrl: ebft\n", ("line",)),
     ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
+    (PLAIN + "seed: 1\nsplt: train\nebft: {strid: 4}\n", ("key 'splt' (line 4).", "key 'ebft.strid' (line 5).")),
     ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
     ("%YAML 1.1\n---\nbase_model: model\n", ("configs are read as YAML 1.2",)),
     ("[" * 5000, ("run.yaml",)), ("base_model: m\n~: 1\n", ("unknown key",)),

@@ -4,6 +4,7 @@ and its values in a YAML file and in overrides (`ebft.stride=4`, `datasets.0.pat
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +17,7 @@ from ebft.config.keys.serving import ServerSettings
 from ebft.config.section import Section
 from ebft.config.user_functions import search_folders, with_plugin_args
 from ebft.config.validation_errors import raise_config_error
-from ebft.errors import ConfigError, shortened
+from ebft.errors import ConfigError, shortened, warn
 from ebft.methods.base_config import GROUPS as COMMON
 from ebft.methods.base_config import MethodKeys
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
@@ -47,7 +48,7 @@ class RunConfig(MethodConfig, KeysOfMethods):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """Create a config from nested dicts and lists. Raises ConfigError that lists each invalid key's dotted path."""
-        values = _paths_as_text(values)
+        values = _plain(values)
         values = with_plugin_args(values, values.keys() - cls.model_fields) if isinstance(values, dict) else values
         try:
             return cls.model_validate(values)
@@ -85,17 +86,30 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     try:
         return RunConfig.from_dict(values)
     except ConfigError as error:
-        raise ConfigError(f"{path}:\n{error}") from None
+        tree = YAML(typ="safe", pure=True).compose(Path(path).expanduser())
+        placed = lambda found: found[0] + _place(tree, found[1])
+        raise ConfigError(f"{path}:\n" + re.sub(r"(?m)^Unknown key '(.+?)'", placed, str(error))) from None
 
 
-def _paths_as_text(value: Any) -> Any:
-    """`value` with pathlib paths, at any depth, converted to strings, as the schema requires."""
+def _place(node: Any, key: str) -> str:
+    """The line of a dotted key in a tree of YAML, in parentheses; empty for a key of an override."""
+    with suppress(StopIteration, ValueError, IndexError, TypeError):
+        for part in key.split("."):
+            pairs = node.value if isinstance(node.value[0], tuple) else [(each, each) for each in node.value]
+            named = (pair for number, pair in enumerate(pairs) if part in (pair[0].value, str(number)))
+            start, node = next(named)
+        return f" (line {start.start_mark.line + 1})"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    """A copy of `value` with lists for tuples and text for pathlib's paths, at any depth, as the schema requires."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, dict):
-        return {key: _paths_as_text(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_paths_as_text(item) for item in value]
+        return [_plain(item) for item in value]
     return value
 
 
@@ -162,7 +176,18 @@ def _assign(values: Any, path: list[str], value: Any) -> None:
 
 
 class _Values(SafeConstructor):
-    """Only plain values, without dates, which no key takes."""
+    """Only plain values, without dates, which no key takes; a key can be repeated with an equal or empty value."""
+
+    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
+        if isinstance(key, tuple):
+            raise YAMLError("a key must be a scalar, not a list or a mapping")
+        former = mapping.get(key)
+        is_same = value in (None, "") or former is None or repr(value) == repr(former)
+        if key not in mapping or isinstance(value, dict | list) or not is_same:
+            return super().check_mapping_key(node, key_node, mapping, key, value)
+        lines = [each.start_mark.line + 1 for each, _ in node.value if each.value == key_node.value]
+        warn(f"{key} is set in the lines {lines[0]} and {key_node.start_mark.line + 1}, to one value. Remove one line.")
+        return former is None
 
 
 _Values.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
@@ -175,21 +200,11 @@ def parse_yaml(text: str) -> Any:
     try:
         parser = YAML(typ="safe", pure=True)  # pure: the parser in C reads YAML 1.1
         parser.Constructor = _Values
-        return _copied(parser.load(text))
+        return _plain(parser.load(text))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:  # !!int in front of a word
         raise YAMLError(f"a value does not have the type of its tag ({error})") from error
     except RecursionError:
         raise YAMLError("nesting is too deep, or an alias (*name) refers to a value that contains it") from None
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if any(isinstance(key, (tuple, dict)) for key in value):
-        raise YAMLError("a key must be a scalar, not a list or a mapping")
-    return {key: _copied(item) for key, item in value.items()}
 
 
 _TAB = r"character '\t' that cannot start any token"  # words of ruamel.yaml
