@@ -46,9 +46,7 @@ def expert_problems(config: MethodConfig, key: str) -> Iterator[str]:
     changes = "adapted parameters are replaced as a whole during the forward pass"
     excluded = {
         "peft_layers_to_transform": "PEFT restricts modules only; name the layers, such as layers.1.mlp.experts",
-        "fsdp": changes,
-        "fsdp_config": changes,
-        "deepspeed": changes,
+        **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), changes),
     }
     for other, reason in excluded.items():
         if getattr(config, other):
@@ -147,21 +145,9 @@ def _excluded(c: MethodConfig) -> Iterator[str]:
 
 def refuse_contradictions(config: MethodConfig) -> None:
     """Raise a ConfigError that lists all contradictions between the keys of `config`."""
-    checks = (
-        contradictory_selection,
-        _adapter,
-        _both_set,
-        _needs_another,
-        _excluded,
-        _of_axolotl,
-        _model_type,
-        _schedule,
-        lambda config: fsdp_problems(config, config.method.runs_plain_model),
-        entry_conflicts,
-        stream_problems,
-        _chat_templates,
-        config.method.conflicts,
-    )
+    fsdp = lambda config: fsdp_problems(config, config.method.runs_plain_model)
+    checks = (contradictory_selection, _adapter, _both_set, _needs_another, _excluded, _of_axolotl, _model_type,
+              _schedule, fsdp, entry_conflicts, stream_problems, _chat_templates, config.method.conflicts)  # fmt: skip
     found = [message for check in checks for message in check(config)]
     if found:
         raise ConfigError("\n".join(found))
