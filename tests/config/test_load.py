@@ -168,3 +168,4 @@ def test_modules_are_also_found_in_the_folder_of_the_config(tmp_path, monkeypatc
     found = [find_function("key", f"{name}.function") for name in ("only_beside_it", "in_both_places")]
     expected = [str(folder / "only_beside_it.py"), str(tmp_path / "in_both_places.py")]
     assert [function.__code__.co_filename for function in found] == expected
+    assert callable(find_function("key", "trl.rewards.think_format_reward"))  # of a module that imports its parts late

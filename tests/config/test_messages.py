@@ -86,7 +86,7 @@ def structured(**trl):
     (stream(dataset_exact_deduplication=True), "deduplication is not supported with streaming, which does not keep"),
     ({**strided(log_completions=True), "log_rollouts": "none"}, "none contradicts ebft.log_completions: true"),
     # Keys of other trainers; those of UNSUPPORTED_KEYS are all tested below
-    ({"rl": "reward_trainer"}, "rl: reward_trainer is reward_model: true here. Set that, and remove rl"),
+    ({"rl": "reward_trainer"}, "rl: reward_trainer is reward_model: true here. Set that in place"),
     ({"plugins": [AXOLOTL + "new.NewPlugin"]}, "new.NewPlugin is a plugin for axolotl .* it does not run here"),
     ({"quantize_moe_experts": True}, "quantize_moe_experts: true requires load_in_4bit: true. Add it"),
 ])  # fmt: skip

@@ -31,8 +31,7 @@ def test_what_replaces_what(make):
     config = make(chat_template_jinja="{{ messages }}", chat_template="jinja")
     assert config.chat_template == "{{ messages }}" and config.chat_template_jinja is None
     assert make(model_config={"output_router_logits": True}).overrides_of_model_config.output_router_logits is True
-    assert make(wandb_run_id="run-7").wandb_name == "run-7"
-    assert make(wandb_run_id="run-7", wandb_name="mine").wandb_name == "mine"
+    assert make(wandb_run_id="a").wandb_name == "a" and make(wandb_run_id="a", wandb_name="b").wandb_name == "b"
     keys = {**EXPERTS, "lora_target_linear": False}  # parameters are targets enough
     assert make(**keys).lora_target_parameters == ["mlp.experts.down_proj"]
 

@@ -36,11 +36,12 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
     what = f"{key}: importing {module!r} for {name!r} from {os.getcwd()}, the folder of the config or PYTHONPATH failed"
     with user_code(what, error, lambda happened: f"{what}: {happened}{hint if 'NotFound' in happened else ''}"):
         found = importlib.import_module(module)
-    if not callable(vars(found).get(function)):
+        value = getattr(found, function, None)  # not of vars: a module can import its parts when they are used
+    if not callable(value):
         own = lambda value: callable(value) and getattr(value, "__module__", None) == module
         there = [each for each, value in vars(found).items() if own(value) and not each.startswith("_")]
         raise no_function(key, name, module, function, there, error)
-    return vars(found)[function]
+    return value
 
 
 def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any]:

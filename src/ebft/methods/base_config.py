@@ -118,6 +118,15 @@ else:
     RL = Literal[tuple(dict.fromkeys(rl for rl, _ in METHODS if rl))]
 
 
+# Trainers of TRL and axolotl that are no values of `rl`.
+_ELSEWHERE = {
+    **dict.fromkeys(("reward", "reward_trainer"), "reward_model: true"),
+    **dict.fromkeys(("prm", "prm_trainer"), "process_reward_model: true"),
+    "gspo": "rl: grpo with trl.importance_sampling_level: sequence",
+    "rloo": "rl: grpo with trl.scale_rewards: none, or rl: ebft with ebft.advantage_estimator: rloo",
+}
+
+
 class MethodKeys(Section):
     """The training method and its sections."""
 
@@ -138,8 +147,8 @@ class MethodKeys(Section):
     @field_validator("rl", mode="before")
     @classmethod
     def _is_no_trainer(cls, value: Any) -> Any:
-        if value == "reward_trainer":
-            raise ValueError("rl: reward_trainer is reward_model: true here. Set that, and remove rl.")
+        if there := _ELSEWHERE.get(str(value)):
+            raise ValueError(f"rl: {value} is {there} here. Set that in place of it.")
         return value
 
 

@@ -23,6 +23,8 @@ _OTHER_NAMES = {
     for module in ("", "rewards.")
     for function, name in (("reward_nemo_gym_verify", VERIFY), ("reward_env", ENVIRONMENT))
 }
+_TRLS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # as `trl grpo` names them
+_OTHER_NAMES |= {name: f"trl.rewards.{name}" for name in _TRLS}
 # Sampling parameters that the requests of NeMo Gym's agents do not have.
 _NOT_SENT = ("top_k", "min_p", "repetition_penalty", "generation_kwargs", "vllm_guided_decoding_regex")
 
