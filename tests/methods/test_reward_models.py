@@ -35,7 +35,6 @@ def test_a_flag_selects_the_method(flag):
     (dict.fromkeys(FLAGS, True), "reward_model: true and process_reward_model: true select different"),
     ({"model_type": "AutoModelForCausalLM"}, "model_type: AutoModelForCausalLM does not match {flag}: true"),
     ({"load_in_8bit": True, "adapter": "lora"}, "load_in_8bit is not supported with {flag}: true: it is not tested"),
-    ({"deepspeed": "zero2"}, "deepspeed is not supported with {flag}: true"),
     ({"sample_packing": True}, "sample_packing is not supported with {flag}: true"),
     ({"group_by_length": True}, "group_by_length is not supported with {flag}: true"),
     ({"gguf_file": "model.gguf"}, "model.gguf is a GGUF file, which is not supported with {flag}: true"),

@@ -61,7 +61,6 @@ class PreferenceMethod(Method):
         "group_by_length": "a row has several sequences",
         "train_on_inputs": "only completions are compared",
         "torch_compile": "it is not tested with TRL's losses",
-        "deepspeed": "it is not tested there; set fsdp, or leave it out for DDP",
     }
     idle = ("ebft", "trl", "vllm", "evaluation")
     has_reference: ClassVar[bool] = True

@@ -37,7 +37,7 @@ class Classifier(Method):
     generates_text = False
     idle = ("ebft", "trl", "vllm", "evaluation")
     unsupported = {
-        **dict.fromkeys(("load_in_4bit", "load_in_8bit", "deepspeed"), "it is not tested there"),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "it is not tested there"),
         **dict.fromkeys(("sample_packing", "group_by_length"), "a row has several sequences, or steps"),
     }
 

@@ -273,6 +273,9 @@ def _resolve_axolotl(config: MethodConfig) -> Iterator[str]:
             continue  # rows of a stream are not prepared
         if key in config.model_fields_set and value not in ignored.harmless:
             yield f"{key}: {value} has no effect: {ignored.reason}."
+    if c.deepspeed is not None and c.method.rows in ("preferences", "labelled", "comparisons", "steps"):
+        c.deepspeed = None
+        yield f"deepspeed has no effect with {c.method.name}: each process has the whole model, unless fsdp is set."
 
 
 def _without_effect(c: MethodConfig) -> Iterator[str]:
