@@ -10,7 +10,7 @@ from pathlib import Path
 from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.axolotl import IGNORED_KEYS, PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
-from ebft.config.keys.models import AdapterKeys, AttentionKeys
+from ebft.config.keys.models import AdapterKeys
 from ebft.config.keys.run import RATE_KEYS
 from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
@@ -227,7 +227,12 @@ _ATTENTION_FLAGS = {
 
 def resolve(config: MethodConfig) -> None:
     """Resolve `config` to the settings that the run uses; each change to a requested setting gives one warning."""
-    config.attn_implementation = _resolve_attention(config)
+    asked = {f"{flag}: true": value for flag, value in _ATTENTION_FLAGS.items() if getattr(config, flag)}
+    if config.attn_implementation is not None:
+        asked[f"attn_implementation: {config.attn_implementation}"] = config.attn_implementation
+    if len(set(asked.values())) > 1:
+        raise ConfigError(f"More than one attn_implementation is set ({', '.join(asked)}). Keep one.")
+    config.attn_implementation = next(iter(asked.values()), None)
     for flag in _ATTENTION_FLAGS:
         setattr(config, flag, None)
     for change in (_resolve_axolotl, _without_effect, _of_adapter, _resolve_transforms, _resolve_entries):
@@ -238,19 +243,6 @@ def resolve(config: MethodConfig) -> None:
         config.fsdp = True
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
-
-
-def _resolve_attention(keys: AttentionKeys) -> str | None:
-    """The requested implementation, or None. Raises ConfigError if several different ones are requested."""
-    asked = {flag: value for flag, value in _ATTENTION_FLAGS.items() if getattr(keys, flag)}
-    given = [f"{flag}: true" for flag in asked]
-    if keys.attn_implementation is not None:
-        asked["attn_implementation"] = keys.attn_implementation
-        given.append(f"attn_implementation: {keys.attn_implementation}")
-    chosen = set(asked.values())
-    if len(chosen) > 1:
-        raise ConfigError(f"More than one attn_implementation is set ({', '.join(given)}). Keep one.")
-    return chosen.pop() if chosen else None
 
 
 def _resolve_axolotl(config: MethodConfig) -> Iterator[str]:
@@ -273,9 +265,6 @@ def _resolve_axolotl(config: MethodConfig) -> Iterator[str]:
             continue  # rows of a stream are not prepared
         if key in config.model_fields_set and value not in ignored.harmless:
             yield f"{key}: {value} has no effect: {ignored.reason}."
-    if c.deepspeed is not None and c.method.rows in ("preferences", "labelled", "comparisons", "steps"):
-        c.deepspeed = None
-        yield f"deepspeed has no effect with {c.method.name}: each process has the whole model, unless fsdp is set."
 
 
 def _without_effect(c: MethodConfig) -> Iterator[str]:
@@ -284,6 +273,9 @@ def _without_effect(c: MethodConfig) -> Iterator[str]:
         c.activation_offloading = False
         other = "torch_compile" if c.method.offloads_activations else c.method.name
         yield f"activation_offloading: true has no effect with {other}. gradient_checkpointing: true saves memory."
+    if c.deepspeed is not None and c.method.rows in ("preferences", "labelled", "comparisons", "steps"):
+        c.deepspeed = None
+        yield f"deepspeed has no effect with {c.method.name}: each process has the whole model, unless fsdp is set."
     if c.fsdp_config is not None and c.fsdp_config.activation_checkpointing and c.gradient_checkpointing:
         c.gradient_checkpointing = False
         yield "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing does the same."
