@@ -187,7 +187,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     *(({key: value}, text) for key, value, text in (
         ("attn_implementation", "xformers", "attn_implementation: xformers is ignored: the model's default..."),
         ("activation_offloading", "legacy", "...: legacy is replaced with true"),
-        ("gradient_checkpointing", "offload", "...: offload is replaced with gradient_checkpointing: true and activa"),
+        ("gradient_checkpointing", "offload", "...: offload is replaced with true, and activation_offloading: true"),
         ("float16", True, "float16: true is replaced with fp16: true..."),
         ("tokens", {"pad_token": "a"}, "tokens is a mapping, which is read as special_tokens."),
         ("experts_implementation", "sonicmoe", "experts_implementation: sonicmoe is replaced with grouped_mm..."),

@@ -4,7 +4,7 @@ A key without effect is accepted without a warning if its value describes what h
 errors, unless they are empty or false. Other keys have another name here.
 """
 
-from collections.abc import Container
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pydantic import Field, create_model, model_validator
@@ -153,12 +153,12 @@ SAME_KEYS, OTHER_NAMES = (
     {name: key for key, names in table.items() for name in names.split()} for table in (_ACCEPTED, _ELSEWHERE)
 )
 # Keys with a value that has another form here: what it is replaced with, and what the user is told.
-_OFFLOADS = "activations are recomputed, and those that are kept are offloaded to main memory"
+_OFFLOADED = (
+    {"gradient_checkpointing": True, "activation_offloading": True},
+    "is replaced with true, and activation_offloading: true: activations that are kept are offloaded to main memory",
+)
 _REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
-    ("gradient_checkpointing", "offload"): (
-        {"gradient_checkpointing": True, "activation_offloading": True},
-        f"is replaced with gradient_checkpointing: true and activation_offloading: true: {_OFFLOADS}",
-    ),
+    **{("gradient_checkpointing", name): _OFFLOADED for name in ("offload", "unsloth")},
     ("activation_offloading", "legacy"): (
         {"activation_offloading": True},
         "is replaced with true, which does the same",
@@ -228,6 +228,7 @@ _IGNORED = {
     "num_dataset_shards_to_save push_dataset_to_hub dataset_keep_in_memory": "prepared rows are stored in "
     "dataset_prepared_path only, in files that datasets maps into memory",
     "skip_prepare_dataset": "rows are always prepared: in every run, or once with dataset_prepared_path",
+    "train_on_eos": "it is a key of datasets",
     "eot_tokens": "the end of a turn is what the chat template writes after its content",
     "remove_unused_columns": "each method selects the columns that it reads",
     "shuffle_before_merging_datasets": "see shuffle_merged_datasets",
@@ -244,12 +245,11 @@ _IGNORED = {
     "torch_empty_cache_steps gc_collect_steps gc_steps": "the caching allocator frees memory when it is needed",
     "save_first_step dynamic_checkpoint": "a run that is interrupted saves a checkpoint; see save_steps",
     "is_preprocess preprocess_iterable axolotl_config_path model_config_type": "axolotl writes it for its own commands",
-    "include_tokens_per_second include_tkps": "the throughput is always logged",
     "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature": "there "
     "is no page for prompts; use ebft inference",
     "use_otel_metrics otel_metrics_host otel_metrics_port": "metrics are written to metrics.jsonl in output_dir",
-    "hf_use_auth_token push_to_hub": "hub_model_id uploads the model, with the token of `hf auth login` or HF_TOKEN",
-    "do_causal_lm_eval eval_causal_lm_metrics": "cross-entropy and perplexity of held-out rows are always logged",
+    "hf_use_auth_token use_auth_token push_to_hub": "hub_model_id uploads the model; see `hf auth login`",
+    "include_tokens_per_second include_tkps do_causal_lm_eval eval_causal_lm_metrics": "it is always logged",
     "do_bench_eval eval_table_size eval_table_max_new_tokens eval_max_new_tokens generate_samples "
     "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
     "generation_prompt_ratio generation_do_sample": "use ebft evaluate, or log_rollouts",
@@ -266,6 +266,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sample_packing_seq_len_multiplier", "pretraining_sample_concatenation"), (True, 1)),
     "save_safetensors": (True,),
     "local_rank": (),
+    "train_on_eos": ("turn",),
     "merge_method": ("memory_efficient",),
     "fsdp_version": (2,),
     "fsdp_final_state_dict_type": ("FULL_STATE_DICT",),
@@ -313,12 +314,13 @@ class CarriedOverKeys(_IgnoredKeys):
         return found
 
 
-def _asked(values: Any, unsupported: Container[str]) -> Any:
+def _asked(values: Any, unsupported: Iterable[str]) -> Any:
     """A mapping without keys that ask for nothing, and with one name of each key."""
     if not isinstance(values, dict):
         return values
-    nothing = (None, False, "", [], {})
-    found = {key: value for key, value in values.items() if value not in (nothing if key in unsupported else ("",))}
+    nothing = {key: ("",) for key in values.keys() - {"step_separator"}}
+    nothing |= dict.fromkeys(unsupported, (None, False, "", [], {}))
+    found = {key: value for key, value in values.items() if value not in nothing.get(key, ())}
     for name, key in SAME_KEYS.items():
         value, given = found.pop(name, None), found.get(key)
         if given is None and value is not None:

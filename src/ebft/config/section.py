@@ -260,7 +260,6 @@ PROMPTS: dict[Any, dict[str, str]] = {
     "alpaca": _ALPACA,
     "alpaca:chat": _alpaca(*_CHAT, "USER: {instruction}\nASSISTANT:"),
     "alpaca:phi": _alpaca(*_PHI, "<|user|>\n{instruction}<|end|>\n<|assistant|>\n"),
-    "gpteacher": _ALPACA | {"field_output": "response"},
     "oasst": _ALPACA | {"field_instruction": "INSTRUCTION", "field_output": "RESPONSE"},
 }
 

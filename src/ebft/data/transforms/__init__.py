@@ -132,6 +132,7 @@ OTHER_TYPES = {
     "sharegpt": "chat_template",
     "alpaca_chat.load_qa": "alpaca_chat.transform",
     "passthrough.default": "passthrough",
+    "chatml": "chatml.default",
     "orpo.chat_template.argilla": "chat_template.argilla",
 }
 
