@@ -46,6 +46,8 @@ def test_arguments_of_the_optimizer(make, tmp_path, monkeypatch):
     trainer = trainer_with(tmp_path, "sgd", optim_args="momentum=0.5")
     assert trainer.create_optimizer().param_groups[0]["momentum"] == 0.5
     assert make(optim_args="r=4, power=0.5").optim_args == {"r": "4", "power": "0.5"}
+    with pytest.warns(UserWarning, match="optim_args.eps: transformers does not read 1e-06 .* no effect; adam_epsilon"):
+        check_runnable(make(optimizer="adamw_torch", optim_args={"eps": 1e-6}))
     with pytest.raises(ConfigError, match="optim_args: invalid value 'rank'; expected a mapping"):
         make(optim_args="rank")
     monkeypatch.setattr("ebft.run.checks._settings", lambda name, given: {"kahan_sum": "kahan_sum" in given or None})

@@ -79,7 +79,6 @@ _UNSUPPORTED = {
     "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size adam_beta3 adam_epsilon2": "transformers has no "
     "optimizer that reads it. Remove it",
     "torch_compile_options": "use torch_compile_mode",
-    "max_memory": "name the device of each part in device_map",
     "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
     "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
     "optim_target_modules": "it is for galore and apollo, which are not supported. Remove it",

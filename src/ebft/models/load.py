@@ -84,6 +84,7 @@ def load_base_model(
         "dtype": weights_dtype(config),
         "attn_implementation": usable_attention(config.attn_implementation),
         "device_map": config.device_map,
+        "max_memory": config.max_memory,
         "quantization_config": quantisation_config(config) or _dequantised(config, model_config),
         "experts_implementation": config.experts_implementation,
     }

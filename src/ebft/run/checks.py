@@ -247,16 +247,11 @@ _PLAIN_SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"),
     *("reduce_lr_on_plateau", "greedy"),
 )
-_IN_BACKWARD = (
-    "it updates weights during the backward pass, so that gradients are neither accumulated, clipped nor checked"
-)
+_IN_BACKWARD = "it updates weights in the backward pass: gradients are neither accumulated, clipped nor checked"
 _REFUSED = {  # by the start of their names
     **dict.fromkeys(("lomo", "adalomo"), _IN_BACKWARD),
     "grokadamw": "its state is not part of checkpoints, from which runs could not be resumed",
-    **dict.fromkeys(
-        ("galore", "apollo"),
-        "its projections cannot be read from checkpoints, from which runs could not be resumed",
-    ),
+    **dict.fromkeys(("galore", "apollo"), "its projections cannot be read from checkpoints, to resume a run"),
 }
 
 
@@ -296,10 +291,11 @@ def _try_optimizer(config: RunConfig) -> None:
             )
         except ValueError:
             is_read = True
-        if is_text or (value is False and settings.get(name)) or not is_read:
-            raise ConfigError(
-                f"optim_args.{name}: transformers does not read {value} for optimizer: {config.optimizer}. Remove it."
-            )
+        says = f"optim_args.{name}: transformers does not read {value} for optimizer: {config.optimizer}"
+        if is_text or (value is False and settings.get(name)):
+            raise ConfigError(f"{says}. Remove it.")
+        if not is_read:
+            warn(f"{says}. It has no effect; adam_epsilon, adam_beta1, adam_beta2 and weight_decay are keys.")
 
 
 def _settings(name: str, optim_args: dict[str, Any]) -> dict[str, Any]:

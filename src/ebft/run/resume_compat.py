@@ -67,7 +67,7 @@ _NOT_COMPARED = {
         dataset_prepared_path trust_remote_code""",
     "it only affects evaluations": "eval_sample_packing",
     "it only affects speed, memory and processes": """
-        dataset_num_proc dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory device_map
+        dataset_num_proc dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory device_map max_memory
         experts_implementation bnb_config_kwargs.bnb_4bit_quant_storage chunked_cross_entropy liger_rope
         liger_rms_norm liger_glu_activation liger_layer_norm precompute_ref_log_probs ebft.feature_device
         ebft.shared_prefix ebft.rollout_tokens_per_pass ebft.single_pass ebft.merge_rollouts trl.reward_num_workers

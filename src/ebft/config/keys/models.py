@@ -94,6 +94,8 @@ class ModelKeys(Section):
     """dtype of the loaded weights. If unset, determined by bf16 and fp16."""
     device_map: str | dict[str, str | int] | None = None
     """Placement of the model's parts, as in transformers. If unset, the trainer places the model."""
+    max_memory: dict[str | int, str | int] | None = None
+    """Memory of each device, for example {0: 20GiB, cpu: 64GiB}, for device_map: auto, which is then the default."""
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "scattermoe", "sonicmoe"] | None = None
     """Computation of a mixture of experts: one expert at a time, or batched or grouped matrix products. If unset, and
     with the names of axolotl's kernels scattermoe and sonicmoe, grouped_mm where the machine supports it."""

@@ -241,6 +241,8 @@ def resolve(config: MethodConfig) -> None:
     config.method.resolve(config)
     if config.fsdp is None and config.fsdp_config:  # with fsdp_version, as configs for FSDP2 have it elsewhere
         config.fsdp = True
+    if config.max_memory is not None and config.device_map is None:
+        config.device_map = "auto"
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
 
@@ -286,10 +288,7 @@ def _without_effect(c: MethodConfig) -> Iterator[str]:
     given = [key for key in ("eval_steps", "eval_on_start", "evals_per_epoch") if getattr(c, key)]
     given += ["eval_strategy"] if c.eval_strategy not in (None, "no") else []
     if given and not (c.test_datasets or c.val_set_size):
-        yield (
-            f"{', '.join(given)}: no effect because there is no held-out data, so nothing is evaluated during "
-            "training. Set val_set_size or test_datasets."
-        )
+        yield f"{', '.join(given)}: no effect because there is no held-out data. Set val_set_size or test_datasets."
     given = [name for name in ("warmup_steps", "warmup_ratio") if getattr(c, name)]
     if given and c.lr_scheduler in SCHEDULES_WITHOUT_WARMUP and c.cosine_min_lr_ratio is None:
         other = ". Set constant_with_warmup" if c.lr_scheduler == "constant" else ""

@@ -262,7 +262,7 @@ def full_rows(config: RunConfig, tokenizer: Any) -> Dataset:
 def _for_device(config: RunConfig, folder: str) -> RunConfig:
     """The config with what the device decides in its place, and without what needs values or other processes."""
     changes: dict[str, Any] = {
-        **dict.fromkeys(("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")),
+        **dict.fromkeys(("device_map", "max_memory", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")),
         **dict.fromkeys(("load_in_4bit", "load_in_8bit", "torch_compile"), False),
         "logging_steps": 10**6,
         "dataloader_num_workers": 0,
