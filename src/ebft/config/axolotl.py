@@ -23,8 +23,8 @@ _UNSUPPORTED = {
     "relora_prune_method jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": "ReLoRA merges "
     "the adapter into the base weights during training, so that the result is not an adapter of base_model. Remove it, "
     "or train all weights",
-    "peft": "LoftQ replaces the base weights with quantised ones, so that the result is not an adapter of "
-    "base_model. Remove it",
+    "peft": "base weights are quantised with load_in_4bit or load_in_8bit, without LoftQ, which changes them, and "
+    "without torchao. Remove it",
     "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
     "lora_rank_pattern lora_alpha_pattern": "all modules have the same rank and scaling. Set lora_r and lora_alpha",
     "peft_layer_replication": "the adapter would belong to a model with more layers than base_model. Remove it",
@@ -32,7 +32,7 @@ _UNSUPPORTED = {
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
     "lisa_n_layers lisa_step_interval lisa_layers_attribute spectrum_top_fraction spectrum_model_name": "list the "
     "parameters in unfrozen_parameters",
-    "qat": "training does not take the rounding of ebft quantize into account. Remove it, and quantise afterwards",
+    "qat": "weights are not rounded during training. Remove it, and use ebft quantize afterwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
     "float32": "set bf16: false, which trains in float32",
@@ -72,7 +72,6 @@ _UNSUPPORTED = {
     "expert_parallel_token_capacity expert_parallel_fallback_on_unsupported": "experts are not split over processes. "
     "Shard the model with fsdp",
     # Optimizer, batches, memory
-    "lr_quadratic_warmup": "the warmup of transformers' schedules is linear. Remove it",
     "lr_div_factor": "it belongs to lr_scheduler: one_cycle, which transformers does not have. Remove it",
     "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap qgalore_scale "
     "qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
@@ -234,6 +233,7 @@ _IGNORED = {
     "group_by_modality": "all rows are text",
     # Processes, memory and logs
     "ddp_bucket_cap_mb ddp_broadcast_buffers": "PyTorch's default is used; models have no buffers that change",
+    "lr_quadratic_warmup": "the warmup of transformers' schedules is linear",
     "eta_min": "it is not a key of axolotl either; set cosine_min_lr_ratio",
     "heads_k_stride ring_attn_func": "sequences are not split over processes",
     "fsdp_version": "fsdp is not set",

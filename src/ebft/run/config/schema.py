@@ -86,14 +86,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     try:
         return RunConfig.from_dict(values)
     except ConfigError as error:
-        tree = YAML(typ="safe", pure=True).compose(Path(path).expanduser())
-        placed = lambda found: found[0] + _place(tree, found[1])
+        placed = lambda found: found[0] + _place(path, found[1])
         raise ConfigError(f"{path}:\n" + re.sub(r"(?m)^Unknown key '(.+?)'", placed, str(error))) from None
 
 
-def _place(node: Any, key: str) -> str:
-    """The line of a dotted key in a tree of YAML, in parentheses; empty for a key of an override."""
-    with suppress(StopIteration, ValueError, IndexError, TypeError):
+def _place(path: str | os.PathLike[str], key: str) -> str:
+    """The line of a dotted key in a file, in parentheses; empty for a key of an override, or if the file has gone."""
+    with suppress(OSError, StopIteration, ValueError, IndexError, TypeError, AttributeError):
+        node = YAML(typ="safe", pure=True).compose(Path(path).expanduser())
         for part in key.split("."):
             pairs = node.value if isinstance(node.value[0], tuple) else [(each, each) for each in node.value]
             named = (pair for number, pair in enumerate(pairs) if part in (pair[0].value, str(number)))
