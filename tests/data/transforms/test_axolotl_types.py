@@ -34,7 +34,7 @@ ASKED = {"question": "1+2?", "answer": "3"}
     ({"input": "1 2"}, WITH_INPUT), ({"input": ""}, ALPACA), ({"input": None}, ALPACA), ({}, ALPACA),
 ])  # fmt: skip
 def test_alpaca(texts, row, prompt):
-    assert texts("alpaca", {**ADD, **row, "system": "Not read."}) == (prompt, "3<|end|>")
+    assert texts("alpaca", {**ADD, **row}) == (prompt, "3<|end|>")
     renamed = {"q": "Add.", "i": row.get("input"), "a": "3"}
     assert texts("alpaca", renamed, {"field_instruction": "q", "field_input": "i", "field_output": "a"})[0] == prompt
     start = prompt.removeprefix("<|begin|>").partition("\n\n")[0]

@@ -162,7 +162,7 @@ def _written(row: Row, keys: PromptFormat) -> Example:
     instruction = text_of(row, first_present(row, [keys.field_instruction], "the instruction", _NAMES))
     output = text_of(row, first_present(row, [keys.field_output], "the completion", _NAMES))
     given = optional_text(row, keys.field_input)
-    system = optional_text(row, keys.field_system) or keys.system_prompt or ""
+    system = (optional_text(row, keys.field_system) if keys.system_format else "") or keys.system_prompt or ""
     written = keys.format
     if not given and keys.no_input_format is not None:
         written = keys.no_input_format
