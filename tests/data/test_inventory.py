@@ -187,7 +187,7 @@ def test_images_are_not_lost(load, method, column):
 
 
 @pytest.mark.parametrize(("method", "type", "row"), [
-    *((method, "alpaca", {"instruction": "Q", "output": "A"}) for method in TRAINS_ALL),
+    *((each, type, {"instruction": "Q", "output": "A"}) for each in TRAINS_ALL for type in ("alpaca", "alpaca:phi")),
     *((method, "ebft_strided_structured", {"input": "Q", "output": "A"}) for method in TRAINS_ALL),
     *(("dpo", type, {"prompt": "Q", **REPLIES}) for type in ("passthrough", {"field_prompt": "prompt"})),
     ("kto", "passthrough", {"prompt": "Q", "completion": "A", "label": True}),

@@ -255,7 +255,6 @@ _INSTRUCT = "### Instruction:\n{instruction}\n\n"
 _ALPACA = _alpaca("{}\n\n", _INSTRUCT + "### Input:\n{input}\n\n### Response:\n", _INSTRUCT + "### Response:\n")
 _CHAT = ("SYSTEM: {}\n", "USER: {instruction}\n{input}\nASSISTANT:")
 _PHI = ("<|system|>\n{}<|end|>\n", "<|user|>\n{instruction}<|end|>{input}<|assistant|>")
-# Types of datasets that are such prompts.
 PROMPTS: dict[Any, dict[str, str]] = {
     "alpaca": _ALPACA,
     "alpaca:chat": _alpaca(*_CHAT, "USER: {instruction}\nASSISTANT:"),

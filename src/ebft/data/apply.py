@@ -134,7 +134,8 @@ class _Step:
         name = built_in(entry.type)
         self.is_own, self.system = name is None, None  # the column of a system message that must be read
         places_system = name is None or TRANSFORMS[name].format in ("text", "nemo_gym")
-        if not places_system and not entry.drop_system_message and entry.field_system is entry.user_defined is None:
+        places_system = places_system or bool(entry.user_defined and entry.user_defined.system_format)
+        if not (places_system or entry.drop_system_message or entry.field_system):
             self.system = entry.type.field_system if isinstance(entry.type, PreferenceColumns) else "system"
 
     def rows(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:

@@ -88,7 +88,7 @@ def _twins(format: str, tokens: str, prompts: str, replies: str, reads: tuple[st
     }
 
 
-_NO_SYSTEM, _COMPARED = ("drop_system_message",), (*_LAST_TURN, "field_tools", *_REPLIES)
+_NO_SYSTEM, _WRITTEN = ("drop_system_message",), ("drop_system_message", "user_defined")
 _STRIDED, _TURN, _REASONING = "ebft_strided_chat.transform", "ebft_chat_multiturn.transform", "ebft_reasoning.transform"
 _TEXTS, _CODE, _EACH = "ebft_strided_structured.transform", "ebft_opencode.transform", f"{_TURN}_all_turns"
 TRANSFORMS: dict[str, BuiltIn] = {
@@ -106,10 +106,10 @@ TRANSFORMS: dict[str, BuiltIn] = {
     "chat_template.transform": BuiltIn("chat", _TOKENS, "all", _EACH, _TURNS),
     **_twins("alpaca", "alpaca.transform", "alpaca.transform_prompts", "", _NO_SYSTEM),
     **_twins("instructions", "alpaca_chat.transform", "alpaca_chat.transform_prompts", "last", _OF_PAIRS),
-    **_twins("user_defined", "user_defined.transform", "user_defined.transform_prompts", "", ("user_defined",)),
+    **_twins("user_defined", "user_defined.transform", "user_defined.transform_prompts", "", _WRITTEN),
     "input_output.transform": BuiltIn("segments", _TOKENS),
     "nemo_gym.transform": BuiltIn("nemo_gym", _PROMPTS, reads=_CHAT),
-    "bradley_terry.chat_template": BuiltIn("any", ("comparisons",), reads=_COMPARED),
+    "bradley_terry.chat_template": BuiltIn("any", ("comparisons",), reads=(*_LAST_TURN, "field_tools", *_REPLIES)),
     "stepwise_supervised.transform": BuiltIn("steps", ("steps",), reads=(*_NO_SYSTEM, *_STEPS)),
     "chat_template.default": BuiltIn("replies", _PAIRS, reads=(*_TURNS, *_REPLIES)),
     "chat_template.argilla_chat": BuiltIn("chats", _PAIRS, reads=(*_TURNS, *_REPLIES)),
