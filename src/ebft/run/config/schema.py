@@ -186,7 +186,7 @@ class _Values(SafeConstructor):
         if key not in mapping or isinstance(value, dict | list) or not is_same:
             return super().check_mapping_key(node, key_node, mapping, key, value)
         lines = [each.start_mark.line + 1 for each, _ in node.value if each.value == key_node.value]
-        warn(f"{key} is set in the lines {lines[0]} and {key_node.start_mark.line + 1}, to one value. Remove one line.")
+        warn(f"{key} is set in line {lines[0]}, and to the same or no value in line {key_node.start_mark.line + 1}.")
         return former is None
 
 
