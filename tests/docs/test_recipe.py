@@ -5,16 +5,13 @@ from ebft.run.config.schema import parse_yaml
 from ebft.tools.init.config import _settings_of
 
 ROOT = Path(__file__).parents[2]
+PAGES = "README.md", "docs/texts.md", "docs/structured.md"
 RECIPE = {"temperature": 1.0, "embed_method": "mean_pooling", "ce_coef": 0.2}
 
 
 def test_every_place_has_the_recipe():
     found = {name: _settings_of(name, {}) for name in ("ebft", "ebft-structured")}
-    for path in (
-        *ROOT.glob("examples/str*.yaml"),
-        ROOT / "README.md",
-        *map(ROOT.joinpath, ("docs/texts.md", "docs/structured.md")),
-    ):
+    for path in (*ROOT.glob("examples/str*.yaml"), *map(ROOT.joinpath, PAGES)):
         found[path.name] = parse_yaml(re.search(r"(?ms)^base_model:.*?(?=```|\Z)", path.read_text())[0])
     assert {keys["learning_rate"] for keys in found.values()} == {1e-4}  # of adapters
     for name in ("tiny", "smollm2"):  # with higher rates, as they are short

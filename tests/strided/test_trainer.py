@@ -63,10 +63,10 @@ def test_rows_of_text_are_tokenised_as_in_a_config(tmp_path):
     turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": words}]
     chat = tokenizer.apply_chat_template(turns, tokenize=False)
     args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], generate_max_len=2, max_steps=1)
-    kinds = [({"messages": turns}, chat), ({"prompt": turns[:1], "completion": turns[1:]}, chat),
-             ({"prompt": "Say: ", "completion": words}, f"Say: {words}<|endoftext|>"),
-             ({"text": words}, f"{words}<|endoftext|>")]  # fmt: skip
-    for row, text in kinds:
+    kinds = {chat: [{"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}],
+             f"Say: {words}<|endoftext|>": [{"prompt": "Say: ", "completion": words}],
+             f"{words}<|endoftext|>": [{"text": words}]}  # fmt: skip
+    for text, row in ((text, row) for text, rows in kinds.items() for row in rows):
         trainer = StridedEBFTTrainer(chat_model(tokenizer), args, Dataset.from_list([row]), processing_class=tokenizer)
         found = trainer.train_dataset[0]
         assert tokenizer.decode(found["input_ids"]) == text
