@@ -88,7 +88,8 @@ class Cell:
 USUAL = "sft sft:decay sft@0.1 ebft ebft:whitened ebft:ce_0.2 rlvr"
 SINGLE = "ebft@0.1 ebft@0.3 ebft@3 structured " + " ".join(f"ebft:{name}" for name in list(EBFT)[1:-2])
 PLAN = {
-    "shifted-small": "sft sft@0.1 sft@0.01 ebft@0.3 ebft ebft@3 ebft@0.1 ebft:decay ebft:long@0.3 " + SINGLE,
+    "shifted-small": "sft sft@0.1 sft@0.01 ebft@0.3 ebft ebft@3 ebft@0.1 ebft:decay ebft:long@0.3 structured:ce_0.2 "
+    + SINGLE,
     "moved-small": "sft:tenth sft:tenth@0.3 sft:tenth@0.1 ebft:ce_0.2 ebft:ce_1 ebft ebft@3 sft sft:decay sft@0.1",
     **dict.fromkeys(("traces-small", "brackets-small"), f"{USUAL} {SINGLE} ebft:large_features@0.3"),
     **dict.fromkeys(("sentences-small", "traces-large", "brackets-large", "sentences-large"), USUAL),
@@ -97,7 +98,7 @@ PLAN = {
 
 def planned() -> Iterator[Cell]:
     """All runs in their order, seed by seed."""
-    for seed, (place, runs) in itertools.product(range(3), PLAN.items()):
+    for seed, (place, runs) in itertools.product(range(5), PLAN.items()):
         for run in ("start " * (seed == 0) + runs).split():
             method, setting, rate = re.fullmatch(r"(\w+):?([\w.]*)@?(.*)", run).groups()
             yield Cell(*place.split("-"), method, setting, float(rate or 1), seed)
