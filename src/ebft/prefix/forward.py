@@ -77,21 +77,22 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
     most = most_tokens(causal_lm)
     if most is not None and length > most:
         raise ModelError(
-            "the model's rope_type changes the rotary frequencies of all positions for sequences longer than "
-            f"{most} tokens, so rollouts cannot share a prefix with documents of {length} tokens. Set sequence_len to "
-            f"at most {most}"
+            "the model's rope_type or indexer (index_topk) treats sequences longer than "
+            f"{most} tokens otherwise, so rollouts cannot share a prefix with documents of {length} tokens. Set "
+            f"sequence_len to at most {most}"
         )
 
 
 def most_tokens(causal_lm: PreTrainedModel) -> int | None:
-    """Return the length above which rotary frequencies depend on a sequence's length; None if they never do."""
+    """Return the length above which rotary frequencies depend on a sequence's length, or an indexer leaves keys out;
+    None if there is none."""
     config = causal_lm.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     changing = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
     lengths = [kind.get("original_max_position_embeddings") or limit for kind in changing]
-    return min(filter(None, lengths), default=None)
+    return min(filter(None, [*lengths, getattr(config, "index_topk", None)]), default=None)
 
 
 def prepare(model: nn.Module) -> PreTrainedModel:
@@ -109,7 +110,7 @@ def prepare(model: nn.Module) -> PreTrainedModel:
         if hasattr(module, "config"):  # modules that read the attention implementation: backbone and attention
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
-        if type(module).__name__ in ADAPTED:
+        if type(module).__name__ in ADAPTED or hasattr(module, "index_topk"):
             adapt(module)
         fuse(module)
     for module in layers_with_states(causal_lm):

@@ -117,6 +117,7 @@ class StridedEBFTTrainer(OverTrainer):
         tokenizer = kwargs.get("processing_class")
         known = () if tokenizer is None else ChatTemplate(tokenizer).end_ids
         blocks = BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
+        blocks = blocks.within(getattr(unwrap_adapter(model).config.get_text_config(), "index_topk", None))
         blocks = blocks if tokenizer is None else replace(blocks, vocabulary=unknown_ids(model, tokenizer).start)
         self.block_options: BlockOptions = blocks
         kwargs |= {} if train_dataset is None else {"train_dataset": train_dataset}

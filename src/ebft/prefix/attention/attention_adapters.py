@@ -32,9 +32,9 @@ from ebft.transformers_internals import (
 
 
 def adapt(module: nn.Module) -> None:
-    """Let an attention layer of one of the `ADAPTED` classes take part in passes."""
+    """Let an attention layer of one of the `ADAPTED` classes, or an indexer of keys, take part in passes."""
     name = type(module).__name__
-    if name in _FORWARD and "forward_of_model" not in module.__dict__:
+    if (name in _FORWARD or hasattr(module, "index_topk")) and "forward_of_model" not in module.__dict__:
         module.forward_of_model = module.forward
         module.forward = MethodType(_forward, module)
     if name in _SCALES:
@@ -54,8 +54,10 @@ def check_adapted(causal_lm: PreTrainedModel) -> None:
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | Any:
-    if not isinstance(kwargs.get("attention_mask"), MaskPattern):
+    if not any(isinstance(each, MaskPattern) for each in (*args, *kwargs.values())):
         return self.forward_of_model(*args, **kwargs)
+    if hasattr(self, "index_topk"):  # an indexer selects all keys of sequences no longer than `most_tokens`
+        return None
     return _FORWARD[type(self).__name__](self, *args, **kwargs), None
 
 

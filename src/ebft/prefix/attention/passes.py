@@ -75,8 +75,8 @@ class MaskPattern:
         return self
 
     def __getitem__(self, index: tuple[slice, ...]) -> MaskPattern:
-        """Return the pattern of all queries and keys, which Gemma 4 takes after its layers with own keys."""
-        if any(each not in (slice(None), slice(0, None)) for each in index):
+        """Return the pattern of all queries and keys, of one head or all, which Gemma 4 and indexers take."""
+        if any(each not in (0, slice(None), slice(0, None)) for each in index):
             raise NotImplementedError(f"a part of the attention mask, {index}")
         return self
 
