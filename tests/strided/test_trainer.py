@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset
 from transformers import TrainerCallback
 
 from ebft.data.documents import PackedRows
-from ebft.errors import ConfigError, ModelError, NonFiniteLossError
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import AsyncEBFTConfig, EBFTConfig
 from tests.strided.families import tiny_model
@@ -64,6 +64,7 @@ def test_rows_of_text_are_tokenised_as_in_a_config(tmp_path):
     chat = tokenizer.apply_chat_template(turns, tokenize=False)
     args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], generate_max_len=2, max_steps=1)
     kinds = {chat: [{"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}],
+             2 * chat: [{"prompt": turns + turns[:1], "completion": words}],
              f"Say: {words}<|endoftext|>": [{"prompt": "Say: ", "completion": words}],
              f"{words}<|endoftext|>": [{"text": words}]}  # fmt: skip
     for text, row in ((text, row) for text, rows in kinds.items() for row in rows):
@@ -71,7 +72,12 @@ def test_rows_of_text_are_tokenised_as_in_a_config(tmp_path):
         found = trainer.train_dataset[0]
         assert tokenizer.decode(found["input_ids"]) == text
         start = found["turn_spans"][0][0] if found["turn_spans"] else found["prompt_length"]
-        assert tokenizer.decode(found["input_ids"][start:]).startswith(words) and trainer.train().global_step == 1
+        assert len(found["turn_spans"]) < 2 and tokenizer.decode(found["input_ids"][start:]).startswith(words)
+        assert trainer.train().global_step == 1
+    with pytest.raises(DataError, match="eval_dataset has the columns answer. Rows need input_ids or"):
+        trainer.evaluate({"a": Dataset.from_list([{"answer": words}])})
+    with pytest.raises(ModelError, match="blocks at adjacent tokens"):
+        make(tmp_path, tiny_model("lfm2"), stride=1).train()
 
 
 def test_a_run_logs_evaluates_and_saves(tmp_path):

@@ -352,7 +352,7 @@ def _of_sharegpt(entry: Any, chat_template: Any) -> Any:
         return entry
     named, known = entry.get("conversation"), _CONVERSATIONS.get(str(entry.get("conversation")))
     template = entry.get("chat_template") or chat_template or known
-    if named is not None and template in (named, known):
+    if None not in (named, template) and template in (named, known):
         entry |= {"chat_template": template, "conversation": None}
     roles = (("user", entry.pop("field_human", None)), ("assistant", entry.pop("field_model", None)))
     return {"roles": {role: [name] for role, name in roles if name} or None, **entry}

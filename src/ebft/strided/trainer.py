@@ -310,6 +310,8 @@ class StridedEBFTTrainer(OverTrainer):
             parts = {f"{metric_key_prefix}_{name}": name if is_own else part for name, part in dataset.items()}
             return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}
         if eval_dataset is not None and not isinstance(eval_dataset, str):
+            known = self.processing_class, self.args, positions_of(self.model)
+            dataset = tokenised_rows("eval_dataset", dataset, *known)
             dataset = usable_rows("eval_dataset", dataset, self.model, self.block_options)
         self.use_result()
         batches = self.callback_handler.eval_dataloader = self._held_out_batches(dataset)

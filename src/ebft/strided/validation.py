@@ -85,14 +85,30 @@ _TYPES = {"messages": "chat_template", "prompt": "ebft_strided_structured.transf
 def tokenised_rows(name: str, dataset: Any, tokenizer: Any, args: Any, positions: int | None) -> Any:
     """Rows of tokens, from a Dataset with `messages`, `prompt` and `completion`, or `text`, as TRL's trainers take.
 
-    Other datasets are returned unchanged. Raises DataError if a row cannot be read.
+    Datasets with `input_ids`, or of unknown columns, are returned unchanged. Raises DataError for other columns, and if
+    a row cannot be read.
     """
-    columns = dataset.column_names if isinstance(dataset, Dataset) else ["input_ids"]
-    column = next((column for column in _TYPES if column in columns), None)
-    if tokenizer is None or column is None or "input_ids" in columns:
+    if isinstance(dataset, dict):
+        of_part = lambda key: tokenised_rows(f"{name}[{key!r}]", dataset[key], tokenizer, args, positions)
+        return {key: of_part(key) for key in dataset}
+    if isinstance(dataset, list) and dataset and isinstance(dataset[0], dict) and "input_ids" not in dataset[0]:
+        dataset = Dataset.from_list(dataset)
+    columns = getattr(dataset, "column_names", None)
+    if columns is None or "input_ids" in columns or (isinstance(dataset, Dataset) and not len(dataset)):
         return dataset
-    if column == "prompt" and isinstance(dataset[0]["prompt"], list):
-        dataset, column = dataset.map(lambda row: {"messages": row["prompt"] + row["completion"]}), "messages"
+    column = next((column for column in _TYPES if column in columns), None)
+    is_read = column is not None and (column != "prompt" or "completion" in columns)
+    if not is_read or tokenizer is None or not isinstance(dataset, Dataset):
+        raise DataError(
+            f"{name} has the columns {', '.join(columns)}. Rows need input_ids or, in a Dataset and with a "
+            "processing_class, text, messages, or prompt and completion"
+        )
+    dataset = dataset.with_format(None)
+    if column == "prompt" and any(isinstance(prompt, list) for prompt in dataset["prompt"]):
+        as_turns = lambda given: [{"role": "assistant", "content": given}] if isinstance(given, str) else given or []
+        turns = lambda given, weight: [{**turn, "weight": weight} for turn in as_turns(given)]  # a prompt is context
+        as_chat = lambda row: {"messages": turns(row["prompt"], 0) + turns(row["completion"], 1)}
+        dataset, column = dataset.map(as_chat, remove_columns=["prompt", "completion"]), "messages"
     length, entry = args.max_length or positions or 2048, {"path": name, "type": _TYPES[column]}
     block = SimpleNamespace(**vars(args), mask_thinking_ce=False)
     settings = _Rows(base_model="-", datasets=[entry], sequence_len=length)

@@ -241,7 +241,7 @@ def resolve(config: MethodConfig) -> None:
     config.method.resolve(config)
     if config.fsdp is None and config.fsdp_config:  # with fsdp_version, as configs for FSDP2 have it elsewhere
         config.fsdp = True
-    if config.max_memory is not None and config.device_map is None:
+    if config.max_memory and config.device_map is None:
         config.device_map = "auto"
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id

@@ -94,7 +94,7 @@ def init(
     said = lambda *words: f"  {shlex.join(['ebft', *words])}"
     lines = [*found.notes, f"Written to {output}. Next:", said("doctor", str(output)), said("train", str(output))]
     if found.values.get("rl") == "ebft":
-        folder = found.values["output_dir"]
+        folder = found.values["output_dir"].rstrip("/")
         lines += [
             "To compare it with SFT on the same rows:",
             said("train", str(output), "rl=", f"output_dir={folder}-as-sft"),

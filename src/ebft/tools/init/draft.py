@@ -195,7 +195,7 @@ def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_co
             (found.values[section] if section else found.values)[name] = value
             found.comments[key] = f"for the memory of {where}"
     fits = "" if estimate.total <= _ROOM * free else ", which may not be enough: `ebft doctor` says what lowers it"
-    found.notes.append(f"Memory: about {gib(estimate.total)} of {gib(free)} that are free on {where}{fits}")
+    found.notes.append(f"Memory: at least {gib(estimate.total)} of {gib(free)} that are free on {where}{fits}")
 
 
 _WIDTH = 118
