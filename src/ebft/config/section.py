@@ -108,6 +108,12 @@ def or_null(key: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [{name: value for name, value in key.items() if name not in about}, {"type": "null"}], **about}
 
 
+def warn_of_variables(key: str, value: str) -> None:
+    """Warn of a name of an environment variable in a value."""
+    if re.search(r"\$\{\w+\}|(^|/)\$[A-Za-z_]\w*(/|$)", value):
+        warn(f"{key}: {value!r:.200}: environment variables are replaced by the shell, but not here.")
+
+
 def paths(*names: str) -> Any:
     """A validator of a section that expands `~` in these keys, which hold paths or names, on one line. Only `path`, of
     a dataset, may be a URL."""
@@ -122,8 +128,7 @@ def paths(*names: str) -> Any:
             )
         if "://" in value and info.field_name != "path":
             raise ValueError(f"{info.field_name}: {value!r:.200} is a URL. Set a path on this machine.")
-        if re.search(r"\$\{\w+\}|(^|/)\$[A-Za-z_]\w*(/|$)", value):
-            warn(f"{info.field_name}: {value!r:.200}: environment variables are replaced by the shell, but not here.")
+        warn_of_variables(info.field_name, value)
         expanded = os.path.expanduser(value)
         if expanded.startswith("~"):
             raise ValueError(f"{info.field_name}: the home folder of {value!r} is unknown. Write the full path.")

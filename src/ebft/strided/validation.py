@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
@@ -68,15 +67,15 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
 class _Rows(ModelKeys, DataSettings):
     """What reading the rows of a dataset in memory depends on."""
 
-    _rows: RequiredRows = PrivateAttr()
+    rows: Any
 
     @property
     def required_rows(self) -> RequiredRows:
-        return self._rows
+        return self.rows
 
     @property
     def ebft(self) -> Any:
-        return self._rows.block
+        return self.rows.block
 
 
 _TYPES = {"messages": "chat_template", "prompt": "ebft_strided_structured.transform", "text": "completion"}
@@ -111,9 +110,8 @@ def tokenised_rows(name: str, dataset: Any, tokenizer: Any, args: Any, positions
         dataset, column = dataset.map(as_chat, remove_columns=["prompt", "completion"]), "messages"
     length, entry = args.max_length or positions or 2048, {"path": name, "type": _TYPES[column]}
     block = SimpleNamespace(**vars(args), mask_thinking_ce=False)
-    settings = _Rows(base_model="-", datasets=[entry], sequence_len=length)
-    settings._rows = RequiredRows("tokens", "strided EBFT", False, block, chat_template_kwargs=None)
-    return tokenised(dataset, settings, tokenizer)
+    rows = RequiredRows("tokens", "strided EBFT", False, block, chat_template_kwargs=None)
+    return tokenised(dataset, _Rows(base_model="-", datasets=[entry], sequence_len=length, rows=rows), tokenizer)
 
 
 def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions) -> Any:

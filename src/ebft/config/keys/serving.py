@@ -4,10 +4,10 @@ import socket
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ebft.config.keys.models import ModelSettings
-from ebft.config.section import NotBlank, Section, paths
+from ebft.config.section import NotBlank, Section, paths, warn_of_variables
 from ebft.errors import doing
 
 Count = Annotated[int, Field(ge=1)]
@@ -40,6 +40,13 @@ class VLLMSection(Section):
     worker_extension_cls: str | None = Field(None, description="Class that extends vLLM's workers.")
 
     _python_path = paths("python")
+
+    @field_validator("env")
+    @classmethod
+    def _are_values(cls, env: dict[str, str] | None) -> dict[str, str] | None:
+        for name, value in (env or {}).items():
+            warn_of_variables(f"vllm.env.{name}", value)
+        return env
 
 
 @dataclass(frozen=True)
