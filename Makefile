@@ -67,7 +67,7 @@ test-minimum test-newest: test-%: $(STAMP)
 	sed 's/^torch==.*/torch==$(NEWEST_TORCH)/' constraints.txt > .venv-$*/constraints.txt
 	$(BIN)/uv pip install --quiet --python .venv-$* $(RESOLVED) -e ".[dev]"
 	PYTHONPATH=src .venv-$*/bin/python -m pytest $(VERSION_TESTS) --numprocesses auto --maxprocesses 8 --dist loadfile \
-		-m "not (slow or gpu)" --deselect "tests/config/test_schema.py::test_a_generated_page_is_fresh[commands.md]" # of constraints.txt's typer
+		-m "not (slow or gpu)"
 
 # Takes minutes: most of these tests start a server. VLLM_TESTS="EXPRESSION" (of pytest's -k) runs a part of them.
 test-vllm: $(STAMP) $(VLLM_STAMP)

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from ebft.errors import ModelError
 from ebft.prefix import gpu
 from ebft.prefix.attention import passes, tiles
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -181,6 +182,11 @@ def test_family_with_lora(family, tmp_path):
                                     "qwen3_5_text"])  # fmt: skip
 def test_family_full_fine_tuning(family, tmp_path):
     exact(tmp_path, tiny_model(family), unequal_batch(1))
+
+
+def test_adjacent_blocks_of_running_states_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="blocks at adjacent tokens"):
+        exact(tmp_path, tiny_model("qwen3_5_text"), unequal_batch(1), stride=1)
 
 
 @pytest.mark.first(2)
