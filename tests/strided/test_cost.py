@@ -1,6 +1,10 @@
 """The step has the shape it promises: how many tokens go through each layer, and how many rows through the head."""
 
+import itertools
+import time
+
 import pytest
+import torch
 from torch import nn
 
 from ebft.models.causal_lm import decoder_layers, is_reused
@@ -49,3 +53,19 @@ def test_tokens_of_each_layer_and_rows_of_the_head(g, single_pass, merge, tmp_pa
     # Depth int(0.5 * 4) = 2: the upper half never runs.
     assert features == [27 + 22 + 13 + generated[g]] * 2 + [0, 0]
     assert sum(rows) == passes * (blocks + generated[g - 1]) + 26 + 15 + 12
+
+
+@pytest.mark.slow
+def test_running_states_cost_about_as_much_as_attention(tmp_path):
+    """Seconds of a step on one document, in a model whose layers have running states and in one without."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "max_position_embeddings": 512}
+    options = {"stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4}
+    inputs = {"input_ids": torch.randint(3, 90, (1, 512), generator=torch.Generator().manual_seed(0))}
+    seconds = {}
+    for family in ("qwen3", "qwen3_5_text"):
+        model = tiny_model(family, **sizes, layer_types=None)
+        trainer = make_trainer(model, tmp_path / family, single_pass=False, merge_rollouts=False, **options)
+        steps = [(time.process_time(), trainer.compute_loss(model, inputs).backward()) for _ in range(4)]
+        seconds[family] = min(end - start for (start, _), (end, _) in itertools.pairwise(steps))
+    print(f"{seconds['qwen3_5_text'] / seconds['qwen3']:.2f} times the attention model's {seconds['qwen3']:.2f} s")
+    assert seconds["qwen3_5_text"] < 3 * seconds["qwen3"]
