@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from inspect import signature
+from inspect import isfunction, signature, unwrap
 from types import MethodType
 from typing import Any
 
@@ -54,6 +54,17 @@ rms_norm_of_llama = LlamaRMSNorm.forward
 def has_running_state(causal_lm: PreTrainedModel) -> bool:
     """Whether layers keep a recurrent state of previous tokens instead of their keys and values."""
     return causal_lm._is_stateful
+
+
+def layers_with_states(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers that read their states from transformers' cache, and continue from them with several tokens."""
+    for module in model.modules():
+        functions = [unwrap(each).__code__ for each in vars(type(module)).values() if isfunction(each)]
+        reading = [code for code in functions if "get_conv_state" in code.co_names]
+        keywords = {name for code in reading for each in code.co_consts if isinstance(each, tuple) for name in each}
+        is_scan = any("get_recurrent_state" in code.co_names for code in reading)
+        if reading and (not is_scan or not keywords.isdisjoint(("initial_state", "initial_states"))):
+            yield module
 
 
 def cache_argument(model: nn.Module) -> str:

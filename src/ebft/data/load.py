@@ -59,7 +59,7 @@ def load_section_of_tokens(
     return rows.remove_columns("document"), report
 
 
-def tokenised(rows: Dataset, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def load_dataset_of_tokens(rows: Dataset, config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """The same rows of tokens of `rows`, which have the `type` of the config's only entry of `datasets`."""
     return _load_section(config, "datasets", token_rows(config, tokenizer), [rows])[0].remove_columns("document")
 

@@ -28,11 +28,17 @@ from ebft.models.sharding import is_partitioned, is_sharded, keep_head
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.attention_adapters import ADAPTED, adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
-from ebft.prefix.attention.states import adapt_states, layers_with_states
+from ebft.prefix.attention.states import adapt_states
 from ebft.prefix.cpu import cpu_matmul
 from ebft.prefix.gpu import fuse
 from ebft.prefix.logps import Float32Results, Head, Linear, head_linear
-from ebft.transformers_internals import ModelOutput, hooks_of, switch_attention, takes_attention_functions
+from ebft.transformers_internals import (
+    ModelOutput,
+    hooks_of,
+    layers_with_states,
+    switch_attention,
+    takes_attention_functions,
+)
 
 Result = TypeVar("Result")
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ebft.prefix import gpu
 from ebft.prefix.attention import MaskPattern, PrefixPass, Visibility, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows
-from ebft.prefix.attention.states import Layer, States, along_documents, without_single_tokens
+from ebft.prefix.attention.states import Layer, States, along_documents, run_to_end
 from ebft.prefix.attention.tiles import BatchedTiles, Own, Tile, attend, batch_tiles, join_masks
 from ebft.strided.layout import StridedLayout
 
@@ -306,7 +306,7 @@ class StridedPass(PrefixPass):
         of_rollouts = nodes.of_rollouts.flatten(0, 1)  # (R, T)
         numbers = torch.arange(of_rollouts.numel(), device=hidden.device)
         block = torch.arange(self.layout.num_blocks, device=hidden.device).repeat_interleave(self.layout.num_samples)
-        of_tokens = without_single_tokens(layer)(hidden[0, s:][of_rollouts], states.rows(block))
+        of_tokens = run_to_end(layer, hidden[0, s:][of_rollouts], states.rows(block))
         # A node that several rollouts share is computed in the first one's row.
         first = torch.full_like(nodes.tokens, len(numbers)).scatter_reduce(0, of_rollouts.flatten(), numbers, "amin")
         return torch.cat([output, of_tokens.flatten(0, 1)[first][None]], 1)

@@ -1,4 +1,4 @@
-"""Checks of StridedEBFTTrainer's arguments and datasets before training."""
+"""Checks of StridedEBFTTrainer's arguments before training, and the rows of tokens of its datasets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ebft.config import rules
 from ebft.config.keys.data import DataSettings
 from ebft.config.keys.models import ModelKeys
 from ebft.data.documents import DocumentCollator, PackedRows, arrays_of
-from ebft.data.load import tokenised
+from ebft.data.load import load_dataset_of_tokens
 from ebft.data.transforms import RequiredRows
 from ebft.errors import DataError
 from ebft.features import FeatureNetwork
@@ -111,7 +111,8 @@ def tokenised_rows(name: str, dataset: Any, tokenizer: Any, args: Any, positions
     length, entry = args.max_length or positions or 2048, {"path": name, "type": _TYPES[column]}
     block = SimpleNamespace(**vars(args), mask_thinking_ce=False)
     rows = RequiredRows("tokens", "strided EBFT", False, block, chat_template_kwargs=None)
-    return tokenised(dataset, _Rows(base_model="-", datasets=[entry], sequence_len=length, rows=rows), tokenizer)
+    settings = _Rows(base_model="-", datasets=[entry], sequence_len=length, rows=rows)
+    return load_dataset_of_tokens(dataset, settings, tokenizer)
 
 
 def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions) -> Any:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from ebft.config.section import PROMPTS, NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
-from ebft.data.transforms import LABELS, OTHER_TYPES, PreferenceColumns, RequiredRows
+from ebft.config.section import NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
+from ebft.data.transforms import LABELS, OTHER_TYPES, PROMPTS, PreferenceColumns, RequiredRows
 
 Seconds = Annotated[float, Field(gt=0)]
 

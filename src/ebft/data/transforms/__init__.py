@@ -122,6 +122,27 @@ TRANSFORMS: dict[str, BuiltIn] = {
     "passthrough": BuiltIn("as_is", _BOTH, reads=_NO_SYSTEM),
     USER_DEFINED: BuiltIn("mapping", _BOTH),
 }
+
+
+def _alpaca(system: str, prompt: str, no_input: str) -> dict[str, str]:
+    """A style of alpaca: `system` is written around the sentence that introduces the task."""
+    says = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+    given = says.format(", paired with an input that provides further context")
+    texts = {"format": system.format(given) + prompt, "no_input_format": system.format(says.format("")) + no_input}
+    return {**texts, "system_format": ""}
+
+
+_INSTRUCT = "### Instruction:\n{instruction}\n\n"
+_ALPACA = _alpaca("{}\n\n", _INSTRUCT + "### Input:\n{input}\n\n### Response:\n", _INSTRUCT + "### Response:\n")
+_CHAT = ("SYSTEM: {}\n", "USER: {instruction}\n{input}\nASSISTANT:")
+_PHI = ("<|system|>\n{}<|end|>\n", "<|user|>\n{instruction}<|end|>{input}<|assistant|>")
+PROMPTS: dict[Any, dict[str, str]] = {
+    "alpaca": _ALPACA,
+    "alpaca:chat": _alpaca(*_CHAT, "USER: {instruction}\nASSISTANT:"),
+    "alpaca:phi": _alpaca(*_PHI, "<|user|>\n{instruction}<|end|>\n<|assistant|>\n"),
+    "oasst": _ALPACA | {"field_instruction": "INSTRUCTION", "field_output": "RESPONSE"},
+}
+
 # The first parts of the names, without the formats of preference data.
 _UNPAIRED = [name for name, found in TRANSFORMS.items() if not {*found.rows} & {*_BOTH}]
 MODULES = list(dict.fromkeys(name.partition(".")[0] for name in _UNPAIRED))

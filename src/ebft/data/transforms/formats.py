@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ebft.config.section import PROMPTS, PromptFormat
+from ebft.config.section import PromptFormat
 from ebft.data.messages import Message, chat_in_json, chat_of, normaliser, read_chat, with_system
 from ebft.data.row_counts import first_present, first_shape, optional_text, text_of, value_of
 from ebft.data.tokens import THINKING
-from ebft.data.transforms import PreferenceColumns
+from ebft.data.transforms import PROMPTS, PreferenceColumns
 from ebft.errors import DataError
 
 Text = str | list[Message]

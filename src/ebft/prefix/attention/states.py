@@ -7,9 +7,9 @@ each rollout continues from the states at its anchor, and gradients flow through
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from inspect import isfunction, signature, unwrap
+from inspect import signature
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -37,9 +37,6 @@ class States:
 
     def get_recurrent_state(self, layer_idx: int | None = None, state_idx: int = 0) -> Tensor | None:
         return self._own("recurrent", state_idx)
-
-    def has_previous_state(self, layer_idx: int | None = None) -> bool:
-        return bool(self.kept)
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
         """True, which asks layers not to change a state in place."""
@@ -84,31 +81,16 @@ def along_documents(layer: Layer, hidden: Tensor, spans: Spans, anchors: list[li
             outputs.append(layer(part, states))
             found.append(States(states.kept))
         rest = hidden[:, start + max(stops, default=0) : end]
-        outputs += [without_single_tokens(layer)(rest, states)] if rest.shape[1] else []
+        outputs += [run_to_end(layer, rest, states)] if rest.shape[1] else []
     names = found[0].kept if found else ()
     return torch.cat(outputs, 1), States({name: torch.cat([each.kept[name] for each in found]) for name in names})
 
 
-def without_single_tokens(layer: Layer) -> Layer:
-    """The layer, for tokens after which no state is read: kernels for single tokens may have no gradient."""
-
-    def run(hidden: Tensor, states: States) -> Tensor:
-        if hidden.shape[1] != 1 or not torch.is_grad_enabled():
-            return layer(hidden, states)
-        return layer(hidden.expand(-1, 2, -1), states)[:, :1]
-
-    return run
-
-
-def layers_with_states(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers that read their states from transformers' cache, and continue from them with several tokens."""
-    for module in model.modules():
-        functions = [unwrap(each).__code__ for each in vars(type(module)).values() if isfunction(each)]
-        reading = [code for code in functions if "get_conv_state" in code.co_names]
-        keywords = {name for code in reading for each in code.co_consts if isinstance(each, tuple) for name in each}
-        is_scan = any("get_recurrent_state" in code.co_names for code in reading)
-        if reading and (not is_scan or not keywords.isdisjoint(("initial_state", "initial_states"))):
-            yield module
+def run_to_end(layer: Layer, hidden: Tensor, states: States) -> Tensor:
+    """Run tokens after which no state is read. A single one is run twice: kernels for one may have no gradient."""
+    if hidden.shape[1] != 1 or not torch.is_grad_enabled():
+        return layer(hidden, states)
+    return layer(hidden.expand(-1, 2, -1), states)[:, :1]
 
 
 def adapt_states(module: nn.Module) -> None:

@@ -95,10 +95,8 @@ def init(
     lines = [*found.notes, f"Written to {output}. Next:", said("doctor", str(output)), said("train", str(output))]
     if found.values.get("rl") == "ebft":
         folder = found.values["output_dir"].rstrip("/")
-        lines += [
-            "To compare it with SFT on the same rows:",
-            said("train", str(output), "rl=", f"output_dir={folder}-as-sft"),
-        ]
+        lines += ["To compare it with SFT on the same rows:"]
+        lines += [said("train", str(output), "rl=", f"output_dir={folder}-as-sft")]
         lines += [said("evaluate", str(output), "--model", f"{folder}-as-sft", "--model", folder)]
     say("\n".join(lines))
 
