@@ -1,5 +1,5 @@
-"""Where a dataset or a model is: at a local path, among the models of `ebft fetch`, or on the Hub; and the kinds of
-models, by their files, before they are loaded."""
+"""Where a dataset or a model is: at a local path, among the models of `ebft fetch`, or on the Hub; the kinds of
+models, by their files, before they are loaded; and the chat templates that have names."""
 
 from __future__ import annotations
 
@@ -282,3 +282,41 @@ def adapted_head(name: str) -> str | None:
     settings = _values(Path(lasting_name(name)).expanduser() / ADAPTER_CONFIG)
     excluded = set(adapted_heads(settings.get("exclude_modules")))
     return next((head for head in adapted_heads(settings.get("target_modules")) if head not in excluded), None)
+
+
+_TEMPLATE_FOLDER = Path(__file__).parent / "models" / "templates"
+_SAME_FORMAT = {"gemma3n": "gemma3", "gemma4_unified": "gemma4", "nemotron_h": "chatml", "phi_35": "phi_3"}
+TEMPLATES = tuple(sorted([*(path.stem for path in _TEMPLATE_FOLDER.glob("*.jinja")), *_SAME_FORMAT]))
+KEEP, FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
+# Names of templates in axolotl that the tokenizers of these models have themselves; most are not in templates/.
+_OF_MODELS = re.compile(
+    "(aya|command_a(_rag|_tool_use)?|exaone4?|falcon_h1|gemma4(_unified)?|jamba|llama3_2_vision|magistral|pixtral|"
+    "qwen2_vl|qwen3_5|smollm3)"
+)
+
+
+def named_template(name: str) -> str:
+    """Return the template in templates/ with one of `TEMPLATES`."""
+    return (_TEMPLATE_FOLDER / f"{_SAME_FORMAT.get(name, name)}.jinja").read_text(encoding="utf-8")
+
+
+def has_own(name: str) -> bool:
+    """Whether the tokenizers of the models that a name stands for have a template, which is used."""
+    return _OF_MODELS.fullmatch(name) is not None
+
+
+def is_jinja(choice: str) -> bool:
+    """Whether a value of chat_template is the text of a template."""
+    return "{{" in choice or "{%" in choice
+
+
+def unknown_template(choice: str) -> str | None:
+    """What to say of a value of chat_template that is neither a known name nor the text of a template."""
+    name = choice.removeprefix(FALLBACK)
+    if name in (*TEMPLATES, KEEP) or has_own(name) or is_jinja(choice):
+        return None
+    names = f"{', '.join([*TEMPLATES, KEEP])}, or {FALLBACK}NAME"
+    return (
+        f"chat_template: invalid value {choice!r}; expected a known name ({names}), the path of a file, or Jinja text "
+        "(chat_template_jinja)."
+    )

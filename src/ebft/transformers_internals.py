@@ -230,10 +230,17 @@ TEXT_NAMES = {
 def forget_text_names(model: PreTrainedModel) -> bool:
     """Let `model` be saved under its own names; returns whether it was loaded from other names, `TEXT_NAMES`."""
     before = getattr(model, "_weight_conversions", None) or []  # absent in models that were not loaded
-    kept = [entry for entry in before if not TEXT_NAMES.keys() & set(entry.source_patterns)]
-    if len(kept) < len(before):
-        model._weight_conversions = kept
-    return len(kept) < len(before)
+    given = [pattern for entry in before for pattern in entry.source_patterns if pattern in TEXT_NAMES]
+    if given:
+        model._weight_conversions = [entry for entry in before if not set(given) & set(entry.source_patterns)]
+        model.ebft_text_names = {TEXT_NAMES[pattern]: pattern.strip("^").replace("\\", "") for pattern in given}
+    return bool(given)
+
+
+def name_in_checkpoint(model: PreTrainedModel, name: str) -> str:
+    """The name of a parameter or module in the multimodal checkpoint that the text model was loaded from, if any."""
+    prefixes = getattr(model, "ebft_text_names", {})  # of such a model
+    return next((given + name.removeprefix(own) for own, given in prefixes.items() if name.startswith(own)), name)
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
-from ebft.models.pretrained import FALLBACK, KEEP, NAMES
+from ebft.catalog import FALLBACK, KEEP, TEMPLATES
 from ebft.prefix.attention.attention_adapters import FAMILIES as ADAPTED
 from tests.strided.families import COUNTS_PADDING, FAMILIES, NOT_STRIDED, WITH_STATES, tiny_model
 
@@ -32,7 +32,7 @@ def test_families():
 
 def test_chat_templates():
     listed = [name for row in first_column("chats.md", "## Chat templates") for name in row]
-    assert set(listed) == {*NAMES, KEEP, f"{FALLBACK}NAME"}
+    assert set(listed) == {*TEMPLATES, KEEP, f"{FALLBACK}NAME"}
 
 
 def test_figures_of_layouts_are_those_that_the_code_gives(tmp_path):

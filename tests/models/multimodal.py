@@ -24,10 +24,11 @@ MULTIMODAL = {
 }
 
 
-def save_multimodal(kind, folder):
+def save_multimodal(kind, folder, **changes):
     """The whole model, saved in a folder, with weights that are large enough for tests."""
     _, vision, text = MULTIMODAL[kind]
-    config = CONFIG_MAPPING[kind](text_config={**_TEXT, **text}, vision_config={**_VISION, "model_type": vision})
+    text = {**_TEXT, **text, **changes}
+    config = CONFIG_MAPPING[kind](text_config=text, vision_config={**_VISION, "model_type": vision})
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()

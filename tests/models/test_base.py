@@ -2,9 +2,11 @@
 
 import importlib.util
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
@@ -21,6 +23,7 @@ from ebft.models.load import (
 from ebft.models.pretrained import load_tokenizer
 from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import forward_flops
+from ebft.transformers_internals import name_in_checkpoint, stored_names
 from tests.file_edits import as_mxfp4
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 from tests.strided.families import tiny_model
@@ -39,6 +42,8 @@ def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokeni
         model = load_model(make_config(base_model=base), tokenizer)
     assert (type(model).__name__, model.config.name_or_path) == (MULTIMODAL[kind][0], base)
     assert torch.equal(text_logits(model), text_logits(whole))
+    stored = load_file(Path(base) / "model.safetensors").keys()  # what vLLM has
+    assert {name_in_checkpoint(model, name) for names in stored_names(model).values() for name in names} <= stored
     model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert type(saved) is type(model) and torch.equal(text_logits(saved), text_logits(whole))

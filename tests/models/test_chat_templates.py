@@ -6,8 +6,9 @@ import pytest
 from datasets import Dataset
 from jinja2 import TemplateError
 
+from ebft.catalog import TEMPLATES, named_template
 from ebft.data.apply import Source, tokenise
-from ebft.models.pretrained import NAMES, apply_chat_template_choice, named_template
+from ebft.models.pretrained import apply_chat_template_choice
 from ebft.run.config.schema import RunConfig
 from tests.structured.conftest import make_chat_tokenizer
 from tests.structured.trainers import ASSISTANT, USER
@@ -25,6 +26,8 @@ def written(system, user, start, end, space=""):
 CHATML = ("<|im_start|>system\nBe brief<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n",
           "<|im_end|>\n")  # fmt: skip
 GEMMA = "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>\n"
+GEMMA4 = written("BOS<|turn>system\nBe brief<turn|>\n", "<|turn>user\n{}<turn|>\n", "<|turn>model\n", "<turn|>\n")
+GEMMA4 = (GEMMA4[0] + "<|channel>thought\n<channel|>", GEMMA4[1])  # the prompt ends with an empty thought
 PHI = "<|system|>\nBe brief<|end|>\n", "<|user|>\n{}<|end|>\n", "<|assistant|>\n", "<|end|>\n"
 TURN = "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>".format
 WITH_SYSTEM = [text.replace("Hi", "Be brief\n\nHi", 1) for text in written("BOS", *GEMMA)]
@@ -39,16 +42,21 @@ FORMATS = {
     "gemma": written("BOS", *GEMMA),
     "gemma3": tuple(WITH_SYSTEM),
     "gemma3n": tuple(WITH_SYSTEM),
+    "gemma4": GEMMA4,
+    "gemma4_unified": GEMMA4,
     "llama3": written("BOS<|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|>",
                       "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
                       "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
     "llama4": written("BOS<|header_start|>system<|header_end|>\n\nBe brief<|eot|>",
                       "<|header_start|>user<|header_end|>\n\n{}<|eot|>",
                       "<|header_start|>assistant<|header_end|>\n\n", "<|eot|>"),
+    "llava": ("Be brief USER: Hi ASSISTANT: Hello USER: Bye ASSISTANT:", " Hello  See you "),
+    "metharme": written("BOS<|system|>Be brief", "<|user|>{}", "<|model|>", "EOS"),
     "mistral_v1": ("BOS [INST] Be brief\n\nHi [/INST] HelloEOS [INST] Bye [/INST]", " HelloEOS See youEOS"),
     "mistral_v2v3": ("BOS[INST] Hi[/INST] HelloEOS[INST] Be brief\n\nBye[/INST]", " HelloEOS See youEOS"),
     "mistral_v3_tekken": ("BOS[INST]Hi[/INST]HelloEOS[INST]Be brief\n\nBye[/INST]", "HelloEOSSee youEOS"),
     "mistral_v7_tekken": written("BOS[SYSTEM_PROMPT]Be brief[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "", "EOS"),
+    "nemotron_h": written(*CHATML),
     "phi_3": written(*PHI),
     "phi_35": written(*PHI),
     "phi_4": written("<|im_start|>system<|im_sep|>Be brief<|im_end|>", "<|im_start|>user<|im_sep|>{}<|im_end|>",
@@ -73,7 +81,7 @@ def rendered(tokenizer, name, messages, **kwargs):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(tokenizer, name):
-    assert set(FORMATS) == set(NAMES)
+    assert set(FORMATS) == set(TEMPLATES)
     messages = TURNS if name == "gemma" else [SYSTEM, *TURNS]
     assert rendered(tokenizer, name, messages[:-1], add_generation_prompt=True) == FORMATS[name][0]
     with pytest.raises(TemplateError, match="is for chats without tools; use tokenizer_default or a file"):

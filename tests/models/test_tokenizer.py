@@ -5,7 +5,8 @@ import warnings
 import pytest
 from transformers import AutoTokenizer
 
-from ebft.models.pretrained import load_tokenizer, named_template
+from ebft.catalog import named_template
+from ebft.models.pretrained import load_tokenizer
 
 
 def test_eos_pads_with_one_warning(make_config):

@@ -4,14 +4,11 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ebft import train
 from ebft.config.section import flat_settings
 from ebft.errors import ConfigError
-from ebft.models.pretrained import pretrained_model
 from ebft.run import checks
 from ebft.run.checks import check_adapted_experts
 from tests.config.conftest import make
-from tests.models.multimodal import save_multimodal
 
 __all__ = ["make"]
 
@@ -53,18 +50,6 @@ def test_what_machines_may_have_in_other_places(compare, make):
     here = {"checkpoint": "/a/checkpoint-4", "datasets": data("/data/one.jsonl")}
     compare(here, {"checkpoint": "/b/checkpoint-4", **elsewhere})
     assert {name for name, _ in flat_settings(make())} >= checks._OF_MACHINES
-
-
-@pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
-def test_vllm_serves_what_is_trained(make, tmp_path):
-    save_multimodal("gemma3", tmp_path / "whole")
-    keys = {"rl": "ebft", "trl": {"use_vllm": True, "num_generations": 2}, "output_dir": str(tmp_path / "out")}
-    keys |= {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True, "micro_batch_size": 2}
-    keys |= {"datasets": [{"path": "x", "type": "ebft_reasoning.transform"}], "base_model": str(tmp_path / "whole")}
-    with pytest.raises(ConfigError, match=r"would serve all of .*whole \(gemma3\), but its text model \(gemma3_text\)"):
-        train(make(**keys))
-    pretrained_model(keys["base_model"]).save_pretrained(tmp_path / "text")
-    checks.check_served(make(**{**keys, "base_model": str(tmp_path / "text")}))
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # of PEFT

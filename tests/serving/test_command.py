@@ -27,7 +27,7 @@ def test_a_model_without_adapter(make_config):
     made = command(make_config(seed=7))
     assert " ".join(made.command) == (
         "/env/bin/python -m vllm.entrypoints.openai.api_server --model nowhere/model --host 127.0.0.1 --port 8000 "
-        "--dtype float32 --seed 7 --logprobs-mode processed_logprobs"
+        "--dtype float32 --seed 7 --logprobs-mode processed_logprobs --language-model-only"
     )
     assert made.environment == {"VLLM_CPU_KVCACHE_SPACE": "2"}
     assert (made.model, made.url, made.max_lora_rank) == ("nowhere/model", "http://127.0.0.1:8000", None)

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from ebft import load_config, train
 from ebft.errors import RolloutError
+from tests import serving
+from tests.models.multimodal import save_multimodal
 from tests.serving.processes import alive, eventually, free_port
 from tests.structured.proxy import COMPLETIONS, Proxy
 from tests.structured.real_text import make_base_model
@@ -103,6 +105,18 @@ def test_serve_and_train_from_the_command_line(base, port, tmp_path, ahead):
     # With prefetching, the second batch was sampled before the first update.
     assert (max(differences(history)) > AGREE) == ahead and max(e["sampling/logp_diff"] for e in steps) < AGREE
     assert any("eval_alignment" in entry for entry in history)
+
+
+@pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
+def test_the_text_model_of_a_multimodal_checkpoint(base, tmp_path):
+    tokenizer, path = AutoTokenizer.from_pretrained(base), base.with_name("multimodal")
+    save_multimodal("gemma3", path, head_dim=32, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(path)
+    overrides = ["trl.vllm_mode=managed", "val_set_size=0", "eval_steps=null", f"base_model={path}"]
+    overrides.append(f"vllm.env.PYTHONPATH={Path(serving.__file__).with_name('without_cuda')}")
+    config = load_config(write_config(tmp_path, base, free_port()), overrides)
+    history = train(config).trainer.state.log_history
+    assert len(steps_of(history)) == 3 and 0 < max(differences(history)) < AGREE
 
 
 def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeypatch):

@@ -21,7 +21,20 @@ from peft import PeftType, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.catalog import base_name, is_gguf, lasting_name, locate, refuse_pointers
+from ebft.catalog import (
+    FALLBACK,
+    KEEP,
+    TEMPLATES,
+    base_name,
+    has_own,
+    is_gguf,
+    is_jinja,
+    lasting_name,
+    locate,
+    named_template,
+    refuse_pointers,
+    unknown_template,
+)
 from ebft.data.rendering import rendered_examples, split_by_template, warn_of_split_markers
 from ebft.errors import ModelError, doing, shortened, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
@@ -251,26 +264,12 @@ def _rewrite(path: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8"))), ensure_ascii=False), "utf-8")
 
 
-_FOLDER = Path(__file__).parent / "templates"
-_SAME_FORMAT = {"gemma3n": "gemma3", "phi_35": "phi_3"}
-NAMES = tuple(sorted([*(path.stem for path in _FOLDER.glob("*.jinja")), *_SAME_FORMAT]))
-KEEP, FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
-# Names of templates in axolotl that the tokenizers of these models have themselves, and that are not in templates/.
-_OF_MODELS = re.compile(
-    "(aya|command_a(_rag|_tool_use)?|exaone4?|falcon_h1|gemma4|jamba|llama3_2_vision|magistral|pixtral|qwen2_vl|qwen3_5|"
-    "smollm3)"
-)
 # The statement that transformers adds to Jinja.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
-def named_template(name: str) -> str:
-    """Return the template in templates/ with one of `NAMES`."""
-    return (_FOLDER / f"{_SAME_FORMAT.get(name, name)}.jinja").read_text(encoding="utf-8")
-
-
 def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
-    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text. None and
+    """Set the tokenizer's chat template to `choice`: one of `TEMPLATES`, a file, or Jinja text. None and
     `tokenizer_default` keep the tokenizer's template; `tokenizer_default_fallback_NAME` uses the template NAME if there
     is none. Raises ModelError for any other value."""
     if choice is None:
@@ -278,26 +277,23 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
     own = tokenizer.chat_template
     if choice.startswith(FALLBACK):
         choice = choice.removeprefix(FALLBACK) if own is None else KEEP
-    if choice in NAMES:
+    if choice in TEMPLATES and not (own is not None and has_own(choice)):
         template = named_template(choice)
         if own is not None and rendered_examples(tokenizer, own) == rendered_examples(tokenizer, template):
             return  # the same for chats; the tokenizer's may also support tools
         if own is not None:
             warn(f"chat_template: {choice} replaces the template of the tokenizer, which has another; {KEEP} keeps it.")
         _replace(tokenizer, choice, template)
-    elif choice == KEEP or _OF_MODELS.fullmatch(choice):
+    elif choice == KEEP or has_own(choice):
         if choice != KEEP and own is not None:  # without one, chats cannot be rendered
             warn(f"chat_template: {choice}: the template of the tokenizer is used.")
     else:
         with doing(f"using chat_template: {choice!r:.100}"):
             template = choice
-            if "{{" not in choice and "{%" not in choice:
+            if not is_jinja(choice):
                 path = Path(choice).expanduser()
                 if not path.is_file():
-                    raise ModelError(
-                        f"chat_template: invalid value {choice!r}; expected a known name ({', '.join([*NAMES, KEEP])}, "
-                        f"or {FALLBACK}NAME), the path of a file, or Jinja text (chat_template_jinja)."
-                    )
+                    raise ModelError(unknown_template(choice))
                 template = path.read_text(encoding="utf-8")
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
             _replace(tokenizer, choice, template)
@@ -308,5 +304,5 @@ def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> 
     if template == tokenizer.chat_template:
         return
     tokenizer.chat_template = template
-    what = choice if choice in NAMES else f"{choice!r:.60}"
+    what = choice if choice in TEMPLATES else f"{choice!r:.60}"
     warn_of_split_markers(f"chat_template: {what}", split_by_template(tokenizer))

@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebft.catalog import is_gguf, lasting_name
+from ebft.catalog import lasting_name
 from ebft.config.rules import INTERACTIVE, refuse
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
-from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened, warn
+from ebft.errors import ConfigError, MissingPackageError, doing, shortened, warn
 from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.methods.base_config import check_deepspeed
@@ -204,31 +204,6 @@ def check_same_everywhere(config: RunConfig, precision: str, rows: Any, held_out
                 f"{', '.join(sorted(names))}. Start all processes, on every machine, with the same config, overrides "
                 "and files."
             )
-
-
-def check_served(config: RunConfig) -> None:
-    """Raise ConfigError if vLLM would serve a multimodal checkpoint whose text model is trained alone."""
-    if config.method.rows != "prompts" or not config.trl.use_vllm or config.gguf_file is not None:
-        return
-    from transformers import PreTrainedConfig
-
-    from ebft.models.load import load_model_config
-    from ebft.models.pretrained import find_base_model
-
-    try:
-        name = find_base_model(config)
-        if is_gguf(name):  # refused for vLLM
-            return
-        whole = PreTrainedConfig.get_config_dict(name, revision=config.revision_of_model)[0].get("model_type")
-        text = load_model_config(config).model_type
-    except (OSError, ModelError):  # reported when it is loaded
-        return
-    if text != whole:
-        raise ConfigError(
-            f"trl.use_vllm: vLLM would serve all of {config.base_model} ({whole}), but its text model ({text}) is "
-            "trained, with other names of weights. Save the text model (ebft.models.pretrained.pretrained_model) with "
-            "its tokenizer and set base_model to it, or set trl.use_vllm: false."
-        )
 
 
 def check_adapted_experts(config: RunConfig, model: nn.Module) -> None:

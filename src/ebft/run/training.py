@@ -41,7 +41,7 @@ from ebft.rewards import whitening_tolerance
 from ebft.run import checkpoints
 from ebft.run.callbacks import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
 from ebft.run.checkpoints import check_space, rehearse
-from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served
+from ebft.run.checks import check_machine, check_runnable, check_same_everywhere
 from ebft.run.config.schema import RunConfig
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
@@ -193,7 +193,6 @@ def _check(config: RunConfig) -> None:
     checkpoints.refuse_checkpoint(Path(config.output_dir))
     check_runnable(config)
     check_machine(config, this_machine())
-    check_served(config)
 
 
 @contextmanager

@@ -89,8 +89,9 @@ def server_command(
 def _model_flags(config: ModelKeys, dtype: str, seed: int, on_gpu: bool) -> list[str]:
     # For float32 weights, auto selects float16, which is slower and less precise on CPU.
     dtype = "float32" if dtype == "auto" and not on_gpu else dtype
-    # Training requires the log-probabilities of the distribution used for sampling.
-    flags = ["--dtype", dtype, "--seed", str(seed), "--logprobs-mode", "processed_logprobs"]
+    # Training requires the log-probabilities of the distribution used for sampling. Of a multimodal model, only the
+    # text model is trained and used.
+    flags = ["--dtype", dtype, "--seed", str(seed), "--logprobs-mode", "processed_logprobs", "--language-model-only"]
     for flag, name in (("--tokenizer", config.tokenizer_config), ("--hf-config-path", config.base_model_config)):
         flags += [flag, lasting_name(name)] if name else []
     if config.revision_of_model:

@@ -24,11 +24,13 @@ from trl.trainer.utils import RepeatSampler
 
 from ebft.errors import ConfigError
 from ebft.machine import copy_to
+from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
 from ebft.printed import all_printable
 from ebft.trainer import OverTrainer
+from ebft.transformers_internals import name_in_checkpoint
 
 IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
 ROW = "row"  # key of each row's index in the generation batch
@@ -54,6 +56,10 @@ class OverTRL(OverTrainer, GRPOTrainer):
         self.held_out_rows: HeldOutRows = HeldOutRows(self, lambda dataset: list(self._get_eval_sampler(dataset)))
         self.held_out_completions: HeldOutCompletions = HeldOutCompletions("eval")
         super().__init__(*args, **kwargs)
+        if self.use_vllm:  # the server, or the engine in this process, has all of a multimodal model
+            model, weights = unwrap_adapter(self.model), self.vllm_generation._iter_named_params
+            named = lambda: ((name_in_checkpoint(model, name), value) for name, value in weights())
+            self.vllm_generation._iter_named_params = named
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

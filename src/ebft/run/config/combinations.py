@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ebft.catalog import as_folder, is_gguf
+from ebft.catalog import as_folder, is_gguf, unknown_template
 from ebft.config import rules
 from ebft.config.axolotl import IGNORED_KEYS, PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
 from ebft.config.keys.models import AdapterKeys
@@ -210,6 +210,9 @@ def _chat_templates(config: MethodConfig) -> Iterator[str]:
     for template, where in given.items():
         if template != chosen:
             yield f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or a dataset."
+    problem = None if chosen in (None, "jinja") else unknown_template(chosen)
+    if problem is not None and re.fullmatch(r"\w+", chosen) and not Path(chosen).is_file():
+        yield problem
 
 
 SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")

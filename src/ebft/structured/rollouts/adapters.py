@@ -19,14 +19,18 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ebft.errors import RolloutError, told
 from ebft.files import allow_readers
+from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import reshard, whole_trained_weights
 from ebft.structured.rollouts.client import VLLMClient
+from ebft.transformers_internals import name_in_checkpoint
 
-_FOLDER = "vllm_adapters"
+_FOLDER, _PEFT = "vllm_adapters", "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,7 @@ class AdapterSync:
         partial = final.with_name(f"{name}.partial")
         try:
             self._model.save_pretrained(str(partial), selected_adapters=["default"], state_dict=whole)
+            self._name_as_served(partial / SAFETENSORS_WEIGHTS_NAME)
             allow_readers(partial)  # the server may run as another user
             os.replace(partial, final)
             self._client.load_adapter(name, str(final))
@@ -177,6 +182,13 @@ class AdapterSync:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return Version(name, str(final), step)
+
+    def _name_as_served(self, path: Path) -> None:
+        """Give the weights the names that they have in a multimodal model, which the server has whole."""
+        base, before = unwrap_adapter(self._model), load_file(path)
+        named = {_PEFT + name_in_checkpoint(base, key.removeprefix(_PEFT)): value for key, value in before.items()}
+        if named.keys() != before.keys():
+            save_file(named, path)
 
     def _check_listed(self, name: str, path: str) -> None:
         """Raise RolloutError if the server does not list the adapter, or lists it with the files of another one."""

@@ -300,13 +300,11 @@ def vllm_serve(
     import torch  # slow, and not needed for help and config errors
 
     from ebft.run.callbacks import TrainingInterrupted
-    from ebft.run.checks import check_served
     from ebft.serving.command import find_interpreter, server_command
     from ebft.serving.server import DEFAULT_TIMEOUT, VLLMServer
 
     if looks_local(run_config.base_model):
         locate(run_config.base_model, "model", "base_model")
-        check_served(run_config)
 
     def stop(number: int, _: Any) -> None:
         raise TrainingInterrupted("The vLLM server was stopped.", number)
