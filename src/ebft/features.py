@@ -20,7 +20,6 @@ from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, frozen_copy, unwrap_adapter
 from ebft.models.load import spare_gpu
 from ebft.printed import say
-from ebft.transformers_internals import override_attn_implementation
 
 
 def feature_depths(fractions: list[float], num_layers: int) -> list[int]:
@@ -132,23 +131,31 @@ class FeatureNetwork:
         """
         with self.frozen(), _truncated(self.causal_lm, max(self._depths)) as found:
             last = forward(self._model)
-        states = [found.get(d, last) for d in self._depths]
-        if any(x.dim() != 3 for x in states):
+        return self._usable([found.get(d, last) for d in self._depths])
+
+    def plain_hidden_states(self, input_ids: Tensor) -> list[Tensor]:
+        """Return the same states of plain rows (B, L) from `output_hidden_states`, running all layers."""
+        with self.frozen():
+            states = self._model(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
+        return self._usable([states[min(d, len(states) - 1)] for d in self._depths], len(states) - 1)
+
+    def _usable(self, states: list[Tensor], depth: int | None = None) -> list[Tensor]:
+        """Return the states, and keep the precision in which they were computed. Raises ModelError if the model has
+        several streams of states, or `depth` states, which are not as many as its layers."""
+        layers, several = len(decoder_layers(self.causal_lm)), any(x.dim() != 3 for x in states)
+        if several or depth not in (None, layers):
+            has = f"{depth} hidden states for {layers} layers"
+            if several:
+                has = f"several streams of hidden states (shape {tuple(states[-1].shape)})"
+            name = type(self.causal_lm).__name__
             raise ModelError(
-                f"{type(self.causal_lm).__name__} has several streams of hidden states (shape "
-                f"{tuple(states[-1].shape)}), but EBFT requires models with a single hidden state per token and layer"
+                f"{name} has {has}, but EBFT requires models with a single hidden state per token and layer"
             )
         # The dtype with the largest rounding errors: autocast keeps sums, and thus the states, in float32.
         device = states[0].device.type
         autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
         self.computed_in = max((*(x.dtype for x in states), *autocast), key=lambda dtype: torch.finfo(dtype).eps)
         return states
-
-    def plain_hidden_states(self, input_ids: Tensor) -> list[Tensor]:
-        """Return the same states from `output_hidden_states`, running all layers with eager attention."""
-        with override_attn_implementation(self.causal_lm, "eager"), self.frozen():
-            states = self._model(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
-        return [states[d] for d in self._depths]
 
     @contextmanager
     def frozen(self) -> Iterator[nn.Module]:

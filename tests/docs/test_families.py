@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ebft.catalog import FALLBACK, KEEP, TEMPLATES
 from ebft.prefix.attention.attention_adapters import FAMILIES as ADAPTED
-from tests.strided.families import COUNTS_PADDING, FAMILIES, NOT_STRIDED, WITH_STATES, tiny_model
+from tests.strided.families import AS_ROWS, COUNTS_PADDING, FAMILIES, WITH_STATES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -22,7 +22,7 @@ def test_families():
     interface, outside, shared, states, padding = first_column("models.md", "## Families and modes")
     outside = [name for name in outside if "/" not in name]
     assert sorted([*interface, *outside]) == sorted({name.partition("/")[0] for name in FAMILIES})
-    assert (set(shared), set(states), set(padding)) == (set(WITH_STATES), NOT_STRIDED, set(COUNTS_PADDING))
+    assert (set(shared), set(states), set(padding)) == (set(WITH_STATES), AS_ROWS, set(COUNTS_PADDING))
     assert (
         f"**{len(interface) + len(outside) + len(shared)} model families**" in (DOCS.parent / "README.md").read_text()
     )

@@ -54,7 +54,7 @@ FAMILIES = {
 
 def lora_targets(family):
     """All linear layers, except for families whose routers return a tuple, which PEFT cannot wrap."""
-    if family in ("nemotron_h", "falcon_h1"):  # whose out_proj PEFT refuses
+    if family in ("nemotron_h", "falcon_h1", "mamba2", "falcon_mamba"):  # whose out_proj PEFT refuses
         return ["in_proj", "q_proj", "o_proj"]
     return ["q_proj", "v_proj", "o_proj"] if family in ("llama4_text", "phimoe") else "all-linear"
 
@@ -86,10 +86,10 @@ RUNNING_STATE = {
     "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2},
     "falcon_mamba": {"state_size": 8},
 }  # fmt: skip
-# Not in strided mode: layers that do not continue from a state with several tokens, and other hidden states by depth.
-NOT_STRIDED = {"jamba", "falcon_mamba", "mamba2"}
-WITH_STATES = [name for name in RUNNING_STATE if name not in NOT_STRIDED]
-# Those whose state passes over padding on the left: neither mode samples from them.
+# In strided mode a row for each rollout: layers that do not continue from a state with several tokens.
+AS_ROWS = {"jamba", "falcon_mamba", "mamba2"}
+WITH_STATES = [name for name in RUNNING_STATE if name not in AS_ROWS]
+# Those whose state passes over padding on the left: structured mode does not sample from them.
 COUNTS_PADDING = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 64, "head_dim": 8},
     "rwkv": {"attention_hidden_size": 32},

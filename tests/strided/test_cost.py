@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ebft.models.causal_lm import decoder_layers, is_reused
+from ebft.prefix.forward import ATTENTION, ROWS, STATES
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import distinct_beginnings, make_trainer, unequal_batch
 
@@ -56,16 +57,21 @@ def test_tokens_of_each_layer_and_rows_of_the_head(g, single_pass, merge, tmp_pa
 
 
 @pytest.mark.slow
-def test_running_states_cost_about_as_much_as_attention(tmp_path):
-    """Seconds of a step on one document, in a model whose layers have running states and in one without."""
+@pytest.mark.parametrize(("family", "way", "length", "most"), [
+    ("qwen3_5_text", STATES, 512, 3), ("qwen3", ROWS, 128, 60),
+])  # fmt: skip
+def test_what_other_ways_cost(family, way, length, most, tmp_path):
+    """Seconds of a step on one document, by the way that a model takes and by attention to a shared prefix."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "max_position_embeddings": 512}
     options = {"stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4}
-    inputs = {"input_ids": torch.randint(3, 90, (1, 512), generator=torch.Generator().manual_seed(0))}
+    inputs = {"input_ids": torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0))}
     seconds = {}
-    for family in ("qwen3", "qwen3_5_text"):
-        model = tiny_model(family, **sizes, layer_types=None)
-        trainer = make_trainer(model, tmp_path / family, single_pass=False, merge_rollouts=False, **options)
-        steps = [(time.process_time(), trainer.compute_loss(model, inputs).backward()) for _ in range(4)]
-        seconds[family] = min(end - start for (start, _), (end, _) in itertools.pairwise(steps))
-    print(f"{seconds['qwen3_5_text'] / seconds['qwen3']:.2f} times the attention model's {seconds['qwen3']:.2f} s")
-    assert seconds["qwen3_5_text"] < 3 * seconds["qwen3"]
+    for name, taken in (("qwen3", ATTENTION), (family, way)):
+        model = tiny_model(name, **sizes, layer_types=None)
+        trainer = make_trainer(model, tmp_path / taken, single_pass=False, merge_rollouts=False, **options)
+        model.way = trainer.feature_network.causal_lm.way = taken
+        steps = [(time.process_time(), trainer.compute_loss(model, inputs).backward()) for _ in range(3)]
+        seconds[taken] = min(end - start for (start, _), (end, _) in itertools.pairwise(steps))
+    ratio = seconds[way] / seconds[ATTENTION]
+    print(f"{way}, {length} tokens: {ratio:.2f} times the {seconds[ATTENTION]:.2f} s of {ATTENTION}")
+    assert ratio < most

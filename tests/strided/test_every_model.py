@@ -14,7 +14,7 @@ from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.models.pretrained import disable_dropout
-from ebft.prefix.forward import check_supported, prepare
+from ebft.prefix.forward import ATTENTION, ROWS, STATES, way_of
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import embed_blocks, score
 from ebft.strided.rollout import sample_rollouts
@@ -27,7 +27,16 @@ from tests.strided.oracle import block_feature, blocks_of, plain_logits
 from tests.structured.rollouts.test_local import later_turns, sample
 from tests.structured.test_scoring import TEMPERATURE, expected, prompts
 
+# Refused in strided mode. Others that do not share prompts and have no running states run a row for each rollout.
 _REFUSED = {
+    "differ from those of the plain model": "bert bert-generation big_bird camembert data2vec-text electra ernie "
+    "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod",
+    "has several streams of hidden states": "deepseek_v4 gemma3n_text hy_v4",
+    "has . hidden states for . layers": "dory longcat_flash",
+    "decoder layers in a ModuleList": "hrm_text prophetnet",
+    "does not run with plain passes": "cpmant inkling2_loop_text inkling2_text xlnet",
+}
+_WITHOUT_SHARED_PROMPTS = {
     "does not support the attention interface": "bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small "
     "cpmant gpt_neox_japanese marian mbart megatron-bert mvp openai-gpt pegasus plbart prophetnet reformer "
     "rembert roformer trocr whisper xglm xlm xlnet",
@@ -35,20 +44,17 @@ _REFUSED = {
     "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod",
     "state-space, convolution or linear-attention layers": "falcon_mamba jamba mamba minimax recurrent_gemma rwkv "
     "xlstm",
-    "(strided EBFT does not support|do not share running states)": "inkling2_loop_text inkling2_text inkling_text",
-    "(differ from those of the plain model|do not share running states)": "mamba2",
+    "do(es)? not (share running states|support)": "inkling2_loop_text inkling2_text inkling_text mamba2",
     "does not run with strided attention": "doge hy_v4",
     "does not keep its 32 decoder layers in a ModuleList": "hrm_text",
-    "differ from those of the plain model": "zaya",
+    "differ from those of the plain model": "deepseek_v4 zaya",
 }
-REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-IN_STRIDED_MODE = {"dory": "differ from those of the plain model",
-                   "deepseek_v4": "does not run with strided attention",
-                   "gemma3n_text": "has several streams of hidden states",
-                   "longcat_flash": "does not run with strided attention"}  # fmt: skip
-OTHERS_WITH_STATES = "bailing_hybrid", "kimi_linear", "lara_mini", "lfm3"
-WITH_SHARED_PROMPTS = {"deepseek_v4": "differ from those of the plain model",
-                       **dict.fromkeys([*WITH_STATES, *OTHERS_WITH_STATES], "do not share running states")}  # fmt: skip
+WITH_STATES = *WITH_STATES, "bailing_hybrid", "kimi_linear", "lara_mini", "lfm3"
+REFUSED, WITHOUT_SHARED_PROMPTS = (
+    {name: reason for reason, names in of_mode.items() for name in names.split()}
+    for of_mode in (_REFUSED, _WITHOUT_SHARED_PROMPTS)
+)
+WITHOUT_SHARED_PROMPTS |= dict.fromkeys(WITH_STATES, "do not share running states")
 SIZES = {"stride": 12, "context_length": 6, "generate_max_len": 3}
 FEATURES = {"feature_layers": [0.0, 0.5, 1.0], "embed_method": "last_token"}
 OPTIONS = SimpleNamespace(**SIZES, **FEATURES, min_completion_prefix=0, max_length=None, ends=set())
@@ -66,11 +72,11 @@ def logps_of(plain, ids, start):
 
 def strided_mode(model, plain):
     """Three documents of unequal lengths, up to five blocks and two rollouts: log-probabilities and features."""
-    check_supported(model)
     network = FeatureNetwork(model, **FEATURES)
-    prepare(model)
     disable_dropout(model)
     check_parity(model, network, as_trained=True)
+    name = model.config.model_type
+    assert way_of(model) == (STATES if name in WITH_STATES else ROWS if name in WITHOUT_SHARED_PROMPTS else ATTENTION)
     lengths = torch.tensor([33, 58, 21])
     ids = torch.randint(3, VOCAB, (3, 58), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(58) < lengths[:, None]).long()
@@ -108,6 +114,7 @@ def shared_prompts(model, plain):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*each rollout is run with the text before it")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_is_equal_or_refused(name):
     if name in NOT_BUILT:
@@ -116,8 +123,8 @@ def test_every_model_is_equal_or_refused(name):
         print(f"{name}: not built")
         return
     model = build(name).eval()
-    for run, own_reasons in ((strided_mode, IN_STRIDED_MODE), (shared_prompts, WITH_SHARED_PROMPTS)):
-        reason = {**REFUSED, **own_reasons}.get(name)
+    for run, reasons in ((strided_mode, REFUSED), (shared_prompts, WITHOUT_SHARED_PROMPTS)):
+        reason = reasons.get(name)
         with torch.no_grad():
             if reason is None:
                 run(copy.deepcopy(model), model)

@@ -14,7 +14,7 @@ from ebft.errors import ModelError
 from ebft.prefix import gpu
 from ebft.prefix.attention import passes, tiles
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from tests.strided.families import FAMILIES, VOCAB, WITH_STATES, lora_targets, tiny_model
+from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, VOCAB, lora_targets, tiny_model
 from tests.strided.oracle import options_of, oracle_step
 
 BASE = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "min_completion_prefix": 2}
@@ -172,7 +172,7 @@ def compare_gradients(model, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
+@pytest.mark.parametrize("family", [*FAMILIES, *RUNNING_STATE, *COUNTS_PADDING])
 def test_family_with_lora(family, tmp_path):
     exact(tmp_path, with_lora(tiny_model(family), target_modules=lora_targets(family)), unequal_batch())
 

@@ -22,7 +22,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ebft.errors import ModelError
+from ebft.errors import ModelError, warn
 from ebft.models.causal_lm import PLAIN, backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
 from ebft.models.sharding import is_partitioned, is_sharded, keep_head
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
@@ -101,14 +101,22 @@ def most_tokens(causal_lm: PreTrainedModel) -> int | None:
     return min(filter(None, [*lengths, getattr(config, "index_topk", None)]), default=None)
 
 
-def prepare(model: nn.Module) -> PreTrainedModel:
+def prepare(model: nn.Module, may_run_rows: bool = False) -> PreTrainedModel:
     """Prepare the causal LM inside `model` for `run_wrapped`, and return it. Can be called repeatedly.
 
-    Raises ModelError for architectures that strided EBFT does not support.
+    Raises ModelError for architectures that cannot share a prefix, unless `may_run_rows`, see `run_as_rows`.
     """
     causal_lm = unwrap_adapter(model)
-    check_supported(causal_lm)
     take_programs(causal_lm)
+    if not may_run_rows:
+        check_supported(causal_lm)
+    elif way_of(causal_lm) != ROWS:
+        try:
+            check_supported(causal_lm)
+        except ModelError as error:
+            run_as_rows(causal_lm, error)
+    if may_run_rows and way_of(causal_lm) == ROWS:
+        return causal_lm
     if "has_prefix_passes" in causal_lm.__dict__:
         return causal_lm
     causal_lm.has_prefix_passes = True
@@ -121,7 +129,26 @@ def prepare(model: nn.Module) -> PreTrainedModel:
         fuse(module)
     for module in layers_with_states(causal_lm):
         adapt_states(module)
-        causal_lm.has_states = True
+        causal_lm.way = STATES
+    return causal_lm
+
+
+ATTENTION, STATES, ROWS = "attention to a shared prefix", "running states from anchors", "a row for each rollout"
+
+
+def way_of(causal_lm: PreTrainedModel) -> str:
+    """How a prepared model runs rollouts that begin with the same tokens."""
+    return getattr(causal_lm, "way", ATTENTION)
+
+
+def run_as_rows(causal_lm: PreTrainedModel, reason: ModelError) -> PreTrainedModel:
+    """Run each rollout with its prefix as a row of its own, as the plain model does, with a warning of the cost."""
+    causal_lm.way = ROWS
+    warn(
+        f"{type(causal_lm).__name__} cannot share a document prefix between rollouts, so each rollout is run with the "
+        "text before it, and again for each token that is sampled. This is exact, but many times slower than other "
+        f"models, or than `ebft.mode: structured`. {str(reason).removesuffix(f'. {HINT}')}."
+    )
     return causal_lm
 
 
@@ -150,6 +177,9 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
 
     Must be called inside `run_wrapped`. Raises ModelError if some layers do not use strided attention.
     """
+    rows = run.rows(tokens) if way_of(causal_lm) == ROWS else None
+    if rows is not None:
+        return run.of_tokens(backbone_of(causal_lm)(input_ids=rows, use_cache=False)[0])
     input_ids = tokens[None]
     run.calls.clear()
     with _cheaply(causal_lm, run), running(run):
@@ -162,7 +192,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
             prefix_pass=lambda: run,
         )[0]
     depth = len(decoder_layers(causal_lm))
-    if len(run.calls) != depth and not getattr(causal_lm, "has_states", False):
+    if len(run.calls) != depth and way_of(causal_lm) == ATTENTION:
         raise ModelError(
             f"{type(causal_lm).__name__}: only {len(run.calls)} of {depth} layers used strided attention. {HINT}"
         )

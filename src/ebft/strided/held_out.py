@@ -60,7 +60,7 @@ class HeldOutMeasure:
         self.block_options = options.within(positions_of(self.causal_lm))
         self.pass_at = self.pass_at or [1, samples]
         self._noise = DocumentNoise(self.seed)
-        prepare(self.causal_lm)
+        prepare(self.causal_lm, may_run_rows=True)
         for name in ["ce_loss", "ce_loss_all", *feature_score_names(samples, self.pass_at)]:
             self.scores.add(name, [], [])  # a rank without documents still participates in the reductions
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.machine import copy_to
 from ebft.monitor.metrics import read_numbers
-from ebft.prefix.forward import backbone_states, head_of, prepare, run_wrapped
+from ebft.prefix.forward import ROWS, backbone_states, head_of, prepare, run_wrapped, way_of
 from ebft.prefix.logps import Head, token_logps
 from ebft.prefix.sampling import Truncation
 from ebft.strided.layout import Documents, Part, StridedLayout, split
@@ -86,15 +86,18 @@ def layout_states(
     """
     device = network.device
     documents, layout = documents.to(device), layout.to(device)
-    prepare(network.causal_lm)
+    prepare(network.causal_lm, may_run_rows=True)
     nodes = RolloutTree.of(rollouts.to(device), layout.merge_rollouts).nodes(rollouts.shape[-1])
     tokens = torch.cat([documents.tokens, nodes.tokens])
     run = StridedPass(layout=layout, document_positions=documents.positions, nodes=nodes)
-    states = network.hidden_states(
-        lambda model: run_wrapped(model, lambda causal_lm: backbone_states(causal_lm, tokens, run)[None])
-    )
-    s = len(documents.tokens)
-    return [torch.cat([x[0, :s], x[0, s:][nodes.of_rollouts.flatten()]]) for x in states]
+    if way_of(network.causal_lm) == ROWS:
+        states = network.plain_hidden_states(run.rows(tokens))
+    else:
+        states = network.hidden_states(
+            lambda model: run_wrapped(model, lambda causal_lm: backbone_states(causal_lm, tokens, run)[None])
+        )
+    s, states = len(documents.tokens), [run.of_tokens(x) for x in states]
+    return [torch.cat([x[:s], x[s:][nodes.of_rollouts.flatten()]]) for x in states]
 
 
 def score(

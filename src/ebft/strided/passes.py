@@ -123,6 +123,13 @@ class Nodes:
         return self.of_rollouts.shape[-1]
 
     @cached_property
+    def first(self) -> Tensor:
+        """The first of the rollout tokens (M * N * T) that each node is: (C,)."""
+        of_tokens = self.of_rollouts.flatten()
+        numbers = torch.arange(len(of_tokens), device=of_tokens.device)
+        return torch.full_like(self.tokens, len(of_tokens)).scatter_reduce(0, of_tokens, numbers, "amin")
+
+    @cached_property
     def by_block(self) -> Tensor:
         """The nodes ordered by block, and if they are not merged, by rollout: (C,)."""
         if not self.is_merged:
@@ -304,12 +311,45 @@ class StridedPass(PrefixPass):
         if not len(nodes.tokens):
             return output
         of_rollouts = nodes.of_rollouts.flatten(0, 1)  # (R, T)
-        numbers = torch.arange(of_rollouts.numel(), device=hidden.device)
         block = torch.arange(self.layout.num_blocks, device=hidden.device).repeat_interleave(self.layout.num_samples)
         of_tokens = run_to_end(layer, hidden[0, s:][of_rollouts], states.rows(block))
         # A node that several rollouts share is computed in the first one's row.
-        first = torch.full_like(nodes.tokens, len(numbers)).scatter_reduce(0, of_rollouts.flatten(), numbers, "amin")
-        return torch.cat([output, of_tokens.flatten(0, 1)[first][None]], 1)
+        return torch.cat([output, of_tokens.flatten(0, 1)[nodes.first][None]], 1)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        layout, nodes, s = self.layout, self.nodes, len(self.document_positions)
+        anchors, before = layout.block_anchors, layout.block_index - layout.block_anchors  # where documents start
+        if isinstance(nodes, Level):
+            path = self.cache.get("paths", tokens[:0].view(len(layout.block_anchors), 0))
+            parent = nodes.block if not nodes.step else nodes.parent
+            path = torch.cat([path if parent is None else path[parent], tokens[:, None]], 1)
+            self.cache["paths"] = path
+            self.places = torch.arange(len(tokens), device=tokens.device), anchors[nodes.block] + nodes.step
+            return _padded(self.cache["text"], before[nodes.block], anchors[nodes.block], path)
+        text, spans = tokens[:s], torch.tensor(layout.spans, device=tokens.device)
+        starts, lengths = spans[:, 0], spans[:, 1] - spans[:, 0]
+        document = torch.arange(len(spans), device=tokens.device).repeat_interleave(lengths)
+        self.places = document, self.document_positions
+        if nodes is None or not len(nodes.tokens):
+            self.cache["text"] = text
+            return _padded(text, starts, lengths, text.view(s, 1)[: len(spans), :0])
+        block = torch.arange(layout.num_blocks, device=tokens.device).repeat_interleave(layout.num_samples)
+        path = nodes.tokens[nodes.of_rollouts.flatten(0, 1)]  # (R, T)
+        row, step = nodes.first // nodes.steps, nodes.first % nodes.steps
+        of_nodes = len(spans) + row, anchors[block][row] + step
+        self.places = tuple(torch.cat(pair) for pair in zip(self.places, of_nodes))
+        path = torch.cat([path.new_zeros(len(spans), nodes.steps), path])
+        return _padded(text, torch.cat([starts, before[block]]), torch.cat([lengths, anchors[block]]), path)
+
+
+def _padded(text: Tensor, starts: Tensor, lengths: Tensor, paths: Tensor) -> Tensor:
+    """Rows (B, L) of parts of a text (S,), by start and length (B,), each followed by its path (B, T) and padding."""
+    position = torch.arange(int(lengths.max()) + paths.shape[1], device=text.device)
+    part = text[(starts[:, None] + position).clamp(max=len(text) - 1)]
+    if not paths.shape[1]:
+        return part
+    beyond = position - lengths[:, None]
+    return torch.where(beyond < 0, part, paths.gather(1, beyond.clamp(0, paths.shape[1] - 1)))
 
 
 def _with_room(layout: StridedLayout, *shared: Tensor) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
 from ebft.monitor.metrics import HeldOutRows, Throughput
 from ebft.monitor.run_files import ScoredRollouts
-from ebft.prefix.forward import check_supported, prepare
+from ebft.prefix.forward import ATTENTION, prepare, way_of
 from ebft.prefix.sampling import Truncation
 from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
 from ebft.strided.held_out import held_out_metrics
@@ -111,7 +111,6 @@ class StridedEBFTTrainer(OverTrainer):
         resolve_single_sample(args)
         model = load(model, peft_config, args.seed)
         check_whole(model)
-        check_supported(unwrap_adapter(model))
         check_adapter(model)
         #: Where the blocks of documents are, and what is sampled at each.
         tokenizer = kwargs.get("processing_class")
@@ -133,7 +132,7 @@ class StridedEBFTTrainer(OverTrainer):
         check_grad_norms(args, FSDP=self.is_fsdp_enabled, DeepSpeed=self.is_deepspeed_enabled)
         check_version(self.accelerator)
         keep_output_dtype(self.accelerator)
-        self._causal_lm = prepare(model)
+        self._causal_lm = prepare(model, may_run_rows=True)
         if args.disable_dropout:
             disable_dropout(model)
         check_parity(self._causal_lm, self.feature_network, as_trained=args.disable_dropout)
@@ -398,7 +397,7 @@ class StridedEBFTTrainer(OverTrainer):
         args = self.args
         saves_memory = args.gradient_checkpointing or args.rollout_tokens_per_pass is not None
         possible = args.disable_dropout and not saves_memory and not is_sharded(self.model)
-        possible &= not getattr(self._causal_lm, "has_states", False)
+        possible &= way_of(self._causal_lm) == ATTENTION
         wanted = args.single_pass if args.single_pass is not None else args.device.type == "cpu"
         return torch.is_grad_enabled() and possible and wanted
 

@@ -35,7 +35,13 @@ from ebft.prefix.parity import compare, refusing
 from ebft.prefix.sampling import on_device
 from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
-from ebft.transformers_internals import DynamicLayer, DynamicSlidingWindowLayer, cache_argument, has_running_state
+from ebft.transformers_internals import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    cache_argument,
+    has_running_state,
+    override_attn_implementation,
+)
 
 FEATURE_MATCHING = "feature_matching"  # the name of the reward in configs and in TRL's logs
 
@@ -272,7 +278,8 @@ def check_features(network: FeatureNetwork) -> None:
     with refusing(network.causal_lm, "shared prompts"):
         shared, found = continuation_features(network, prompt, own)
         sequences = [torch.tensor([prompt + ids], device=network.device) for ids in own]
-        expected = [token_features(network.plain_hidden_states(sequence))[0] for sequence in sequences]
+        with override_attn_implementation(network.causal_lm, "eager"):
+            expected = [token_features(network.plain_hidden_states(sequence))[0] for sequence in sequences]
     differences = [torch.cat([shared, ours]) - plain for ours, plain in zip(found, expected)]
     compare(network.causal_lm, "features with shared prompts", torch.cat(differences).norm(dim=-1))
 

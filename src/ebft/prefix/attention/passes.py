@@ -154,6 +154,7 @@ class PrefixPass(ABC):
     apply_dropout: bool = False
     reuse: AbstractContextManager | None = None
     calls: dict[int, int] = field(default_factory=dict)  # number of calls of each layer so far
+    places: tuple[Tensor, Tensor] | None = None  # row and column of each token, if sequences are run as rows
     previous_implementation: list[str] = field(default_factory=list)
 
     @abstractmethod
@@ -167,6 +168,15 @@ class PrefixPass(ABC):
     def advance(self, call: Call, layer: Any, hidden: Tensor) -> Tensor:
         """Compute one call of a layer with a running state: hidden states (1, tokens, D) -> (1, tokens, D)."""
         raise ModelError(f"passes of this kind do not share running states. {HINT}")
+
+    def rows(self, tokens: Tensor) -> Tensor | None:
+        """Return the sequences of the tokens (P,) as rows of their own, (B, L), padded on the right, and set `places`;
+        None if passes of this kind are not run so."""
+        return None
+
+    def of_tokens(self, states: Tensor) -> Tensor:
+        """Return the states (P, D) of the tokens, from states of the pass (1, P, D) or of its rows (B, L, D)."""
+        return states.squeeze(0) if self.places is None else states[self.places]
 
     def number(self, module: Any) -> Call:
         """Count a call of a layer."""

@@ -23,9 +23,11 @@ from transformers import TrainerCallback
 from ebft.catalog import base_name, is_gguf
 from ebft.config.keys.run import BudgetSection
 from ebft.machine import free_disk, gib, peak_resident
+from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.load import load_model, load_model_config, quantisation_config, usable_attention
 from ebft.models.pretrained import find_base_model, load_tokenizer
 from ebft.monitor.metrics import ConsoleMetrics
+from ebft.prefix.forward import way_of
 from ebft.printed import duration, say
 from ebft.run.checkpoints import checkpoints_kept, disk_need, find_checkpoints, rehearse
 from ebft.run.checks import check_machine, check_runnable
@@ -171,6 +173,8 @@ def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs |
         yield from [*others, Check("error", "step", error.message + hint)]
         return
     yield from attempt.checks
+    if memory.way is not None:
+        yield Check("ok", "rollouts", f"by {memory.way}")
     for name, peak in memory.peaks.items():
         yield Check("ok", f"peak memory, {name}", gib(peak) + " (peak of the run so far)" * (not memory.is_exact))
     yield _peak_check(memory, attempt.result, needed)
@@ -229,6 +233,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
                 await_ready(server, config.trl.vllm_server_timeout)
             with memory.phase("trainer setup"):
                 trainer = build_trainer(config, args, model, tokenizer, rows, None, server)
+            memory.way = way_of(unwrap_adapter(trainer.model)) if config.method.samples_blocks else None
             for name, method in config.method.phases.items():
                 setattr(trainer, method, memory.phase(name)(getattr(trainer, method)))
             trainer.remove_callback(ConsoleMetrics)
@@ -287,6 +292,7 @@ class PhaseMemory:
     which an exception was raised, and `seconds` the time of the step."""
 
     seconds: float = 0.0
+    way: str | None = None  # in which the model runs rollouts of blocks
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}

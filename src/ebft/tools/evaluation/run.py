@@ -235,13 +235,13 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
 
 
 def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
-    """Whether blocks can be sampled from the models; if not, raises ModelError in strided mode and warns for SFT."""
+    """Whether blocks are sampled from the models; with SFT, not if that takes a row for each, which is a warning."""
+    if config.method.samples_blocks:
+        return True
     try:
         for model in (unwrap_adapter(subject.policy), subject.network.causal_lm):
             check_supported(model)
     except ModelError as error:
-        if config.method.samples_blocks:
-            raise
         warn(f"Only the cross-entropy is evaluated, without feature metrics: {error}.")
         return False
     return True
