@@ -16,7 +16,7 @@ SIZES = {
     "small": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
     "large": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
-WARM = {"small": (2000, 3e-3), "large": (2500, 2e-3)}  # steps of 64 texts from scratch, and rate; it decays to 0
+WARM = {"small": (2000, 3e-3), "large": (5000, 1e-3)}  # steps of 64 texts from scratch, and rate; it decays to 0
 BUDGET = {"small": 1e12, "large": 8e12}  # FLOPs of every run, except that RLVR has at most 400 steps
 RATES = {"small": 3e-4, "large": 1e-4}  # of EBFT and RLVR where nothing else is said; SFT has ten times as much
 
