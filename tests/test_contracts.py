@@ -17,6 +17,7 @@ from transformers.models.codegen import modeling_codegen
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
+from trl.generation.vllm_generation import VLLMGeneration
 
 from ebft.distillation import SDFTTrainer
 from ebft.preferences.experimental import CPOTrainer, ORPOTrainer, PreparedBatches
@@ -126,6 +127,7 @@ OF_TRL = {
     "trl.trainer.utils": ("FusedCausalLMOutput", "RepeatSampler", "pad"),
 }
 OTHERS = [  # (owner, private name, meaning), used in transformers_internals.py
+    (VLLMGeneration, "_iter_named_params", "() -> names and weights that are sent to vLLM"),
     (transformers.PreTrainedModel, "_is_stateful", "whether layers keep a running state"),
     (transformers.PreTrainedModel, "_supports_attention_backend", "whether attention functions are looked up"),
     (revert_weight_conversion, "_weight_conversions", "the conversions that saving reverts"),

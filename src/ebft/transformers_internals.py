@@ -243,6 +243,12 @@ def name_in_checkpoint(model: PreTrainedModel, name: str) -> str:
     return next((given + name.removeprefix(own) for own, given in prefixes.items() if name.startswith(own)), name)
 
 
+def send_as_in_checkpoint(generation: Any, model: PreTrainedModel) -> None:
+    """Let TRL's VLLMGeneration send weights under the names in the checkpoint that the model was loaded from."""
+    weights = generation._iter_named_params
+    generation._iter_named_params = lambda: ((name_in_checkpoint(model, name), value) for name, value in weights())
+
+
 def stored_names(model: PreTrainedModel) -> dict[str, list[str]]:
     """For each parameter of a model, the names of the weights in its checkpoints that it is made of."""
     revert = lambda name, own: list(revert_weight_conversion(model, {name: own.to("meta")}))

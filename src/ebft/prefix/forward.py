@@ -107,10 +107,10 @@ def prepare(model: nn.Module, may_run_rows: bool = False) -> PreTrainedModel:
     Raises ModelError for architectures that cannot share a prefix, unless `may_run_rows`, see `run_as_rows`.
     """
     causal_lm = unwrap_adapter(model)
-    take_programs(causal_lm)
     if not may_run_rows:
         check_supported(causal_lm)
-    elif way_of(causal_lm) != ROWS:
+    take_programs(causal_lm)
+    if may_run_rows and way_of(causal_lm) != ROWS:
         try:
             check_supported(causal_lm)
         except ModelError as error:

@@ -30,7 +30,7 @@ from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
 from ebft.printed import all_printable
 from ebft.trainer import OverTrainer
-from ebft.transformers_internals import name_in_checkpoint
+from ebft.transformers_internals import send_as_in_checkpoint
 
 IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
 ROW = "row"  # key of each row's index in the generation batch
@@ -57,9 +57,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
         self.held_out_completions: HeldOutCompletions = HeldOutCompletions("eval")
         super().__init__(*args, **kwargs)
         if self.use_vllm:  # the server, or the engine in this process, has all of a multimodal model
-            model, weights = unwrap_adapter(self.model), self.vllm_generation._iter_named_params
-            named = lambda: ((name_in_checkpoint(model, name), value) for name, value in weights())
-            self.vllm_generation._iter_named_params = named
+            send_as_in_checkpoint(self.vllm_generation, unwrap_adapter(self.model))
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
