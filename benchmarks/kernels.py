@@ -121,7 +121,7 @@ def inputs_of_run(folder: Path, length: int, run: dict[str, Any]) -> dict[str, A
     """`write_inputs` with a model of `LAYERS` layers, and documents of `length` tokens."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"num_hidden_layers": LAYERS, "max_position_embeddings": 4096, "bos_token_id": None}
-    words = [[f"w{(row * 7919 + n * n) % WORDS}" for n in range(length)] for row in range(4)]
+    words = [[f"w{(row * 7919 + n * n) % WORDS}" for n in range(length)] for row in range(16)]
     parts = [{"text": row, "input": row[:-ANSWER], "output": row[-ANSWER:]} for row in words]
     rows = [{name: " ".join(part) for name, part in row.items()} for row in parts]
     transform = "ebft_pretrain" if run["ebft"]["mode"] == "strided" else "ebft_opencode"

@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
 _OTHER_TAGS = re.compile(r"</?[a-z]+>")  # XML that these vocabularies have no tokens for, such as <parameters>
 # BOS, EOS and what a template writes after a reply (- is nothing), and the beginnings of the names of templates.
 _TOKENS = """
-<s> </s> </s> alpaca llava_next mistral
+<s> </s> </s> alpaca llava metharme mistral
 <s> <|im_end|> <|im_end|> nemotron
 <s> <|endoftext|> <|end|> phi
 - <|im_end|> <|im_end|> chatml qwen
@@ -43,7 +43,7 @@ _TOKENS = """
 <|endoftext|> <|im_end|> <|im_end|> phi_4
 <|im_start|> <end_of_utterance> <end_of_utterance> smolvlm
 """
-_ADDS_BOS = ("alpaca", "deepseek", "gemma", "llama", "mistral")  # families whose tokenizers add BOS to each text
+_ADDS_BOS = ("alpaca", "deepseek", "gemma", "llama", "llava", "mistral")  # their tokenizers add BOS to each text
 
 TEMPLATES = {
     f"{owner}/{path.stem}": path

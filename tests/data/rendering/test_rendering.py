@@ -21,7 +21,7 @@ MEANT = (
     ("*", "*gemma*", "text_and_call", "error", "Gemma 4 writes the text of a calling turn after the call's result"),
     ("*", "trl/gptoss", "two_calls", "error", "the template renders only the first call of a turn"),
     ("*", "trl/diffusion_gemma", "*", "labels", "<|tool_response> ends a turn with calls, and <|turn>model is written"),
-    ("*", "trl/llava_next", "*", "labels", "the space that the template writes after </s> ends the turn"),
+    ("*", "*/llava*", "*", "labels", "the space that the template writes after a reply ends the turn"),
     ("reasoning", "*", "earlier_thinking", "text", "thinking of earlier turns is left out, and counted in the report"),
     ("*", "*", "empty", "dropped", "counted: a chat with a turn that says nothing"),
     (_COMPARED, "*", "last_calls", "dropped", "counted: a call of a tool is not a text that is compared or scored"),
