@@ -46,7 +46,7 @@ MODELS = {
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         license="apache-2.0",
         about="SmolLM2-135M-Instruct, dequantised from Q4_1 (Apache 2.0): download 93 MB, on disk 520 MB",
-    ),
+    )
 }
 
 

@@ -108,7 +108,7 @@ class FeatureNetwork:
             raise ModelError(
                 f"feature_network knows {known:,} tokens and the policy {tokens:,}. Their tokens must agree."
             )
-        self._place: tuple[torch.device, torch.device] | None = None  # of the policy, and of the copy that follows it
+        self._place: torch.device | None = None  # where the policy was when the copy followed it
         self.embed_method = embed_method
         self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))
         self.computed_in: torch.dtype = torch.float32  # the latest hidden states, see `_precision`
@@ -117,10 +117,10 @@ class FeatureNetwork:
     def device(self) -> torch.device:
         """The device of the network. Trainers move the policy after its copy was made, which this makes up for."""
         policy = self._followed()
-        if policy is not None and (wanted := next(policy.parameters()).device).type != "meta":
-            if self._place is None or self._place[0] != wanted:
-                self._place = wanted, _beside(policy, self.causal_lm)
-            self.causal_lm.to(self._place[1])
+        wanted = None if policy is None else next(policy.parameters()).device
+        if wanted is not None and wanted.type != "meta" and wanted != self._place:
+            self._place = wanted
+            self.causal_lm.to(_beside(policy, self.causal_lm))
         return next(self.causal_lm.parameters()).device
 
     def hidden_states(self, forward: Callable[[nn.Module], Tensor]) -> list[Tensor]:

@@ -203,11 +203,7 @@ def small_sample_factor(weights: np.ndarray, confidence: float) -> float:
     freedom = effective - 1
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     # Expansion of the quantile of Student's t in 1 / freedom (Abramowitz and Stegun, 26.7.5).
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     t = z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
     return t / z * math.sqrt(effective / freedom)
 

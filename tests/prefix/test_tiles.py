@@ -14,7 +14,7 @@ PIECES = [
     Tile(slice(0, 8), slice(1, 6), torch.rand(8, 3, generator=GENERATOR) < 0.4),
     Tile(slice(8, 12), slice(4, 9), torch.zeros(4, 0, dtype=torch.bool)),
 ]
-OWN_HIDDEN = torch.ones(4, 4, dtype=torch.bool).triu(1).expand(OWNERS, -1, -1)
+OWN_HIDDEN = torch.ones(4, 4, dtype=torch.bool).triu(1).repeat(OWNERS, 1)
 
 
 def make_inputs(sinks):
@@ -120,9 +120,9 @@ def test_half_precision_sums_over_pieces_in_float32(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_batched_tiles_give_what_the_tiles_give_apart(softcap, dtype, monkeypatch):
     """Rows of unequal number and keys of unequal width; what lies after the last key is not there."""
-    monkeypatch.setattr(tiling, "_MOST_PADDING", 100)
+    monkeypatch.setitem(tiling.MOST_PADDING, "other", 100)
     (stack,) = batch_tiles(PIECES, 2)
-    assert isinstance(stack, BatchedTiles) and stack.is_padding is not None
+    assert isinstance(stack, BatchedTiles) and stack.batch.is_padded
     inputs, scores = [x.detach().to(dtype).requires_grad_() for x in make_inputs(False)], AttentionScores(0.7, softcap)
     close(in_tiles(scores, *inputs, tiles=[stack]), in_tiles(scores, *inputs), inputs)
 

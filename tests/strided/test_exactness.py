@@ -361,14 +361,14 @@ FAMILIES_THERE = [("llama", True), ("llama", False), ("qwen3", True), ("mistral"
 @pytest.mark.first(4)
 @pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("family", "adapter"), slow_unless(lambda name, adapter: name != "qwen3", FAMILIES_THERE))
-@pytest.mark.parametrize("size", [{}, {"rows_per_tile": 40}], ids=["one tile", "tiles"])
-def test_branches_of_accelerators(family, adapter, size, tmp_path, monkeypatch):
-    """What saves kernels, on CPU: fused layers, folded adapters, and attention in tiles that are not batched."""
+@pytest.mark.parametrize("rows, at_once", [(4096, 0), (40, 0), (40, 2**26)], ids=["one tile", "tiles", "at once"])
+def test_branches_of_accelerators(family, adapter, rows, at_once, tmp_path, monkeypatch):
+    """What saves kernels, on CPU: fused layers, folded adapters, and all documents at once or in tiles of their own."""
     monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
     monkeypatch.setattr(gpu, "_memory", lambda device: 2**30)
-    monkeypatch.setattr(passes, "rows_per_tile", lambda *args: size.get("rows_per_tile", 4096))
+    monkeypatch.setattr(passes, "rows_per_tile", lambda *args: rows)
     monkeypatch.setattr("ebft.strided.passes.rows_per_tile", passes.rows_per_tile)
-    monkeypatch.setattr(tiles, "_SCORES", 0)
+    [monkeypatch.setitem(limits, "cpu", at_once) for limits in (tiles.MOST_SCORES, passes.MOST_PADDING)]
     model = tiny_model(family, seed=5)
-    targets = lora_targets(family) if adapter else None
-    exact(tmp_path, with_lora(model, target_modules=targets) if adapter else model, unequal_batch(2), **ON_ACCELERATORS)
+    model = with_lora(model, target_modules=lora_targets(family)) if adapter else model
+    exact(tmp_path, model, unequal_batch(2), **ON_ACCELERATORS)

@@ -95,7 +95,7 @@ def test_adjacent_prompts_are_computed_at_once(family, monkeypatch):
         for group in suffixes.PromptLayout([size for size, _ in sizes], lengths, torch.device("cpu")).groups
     ]
     assert grouped() == [[9], [4], [17], [6], [6], [7], [8], [8]]  # a completion of one token is only scored
-    monkeypatch.setitem(suffixes._MOST_PADDING, "cpu", 10.0)
+    monkeypatch.setitem(suffixes.MOST_PADDING, "cpu", 10.0)
     monkeypatch.setitem(suffixes._HEADS_AS_ROWS, "cpu", 0)
     assert grouped() == [[9, 4, 17], [6, 6, 7], [8, 8]]
     compare(tiny_model(family), batch, entropy_gradient=False)

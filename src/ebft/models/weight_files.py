@@ -20,12 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ebft.errors import ModelError, doing
-from ebft.files import (
-    ADAPTER_WEIGHTS,
-    MODEL_WEIGHTS,
-    first_weights,
-    indexed_files,
-)
+from ebft.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS, first_weights, indexed_files
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -108,12 +109,14 @@ class FlopMeter:
     def __init__(self) -> None:
         self.flops: int | Tensor = 0
         self._counting = False
+        self._of_row: dict[int, tuple[int, bool]] = {}  # of modules by id: FLOPs of a row, and whether it has experts
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Register hooks on every matrix product of `models` inside the block; shared modules are hooked once."""
         models = list(models)
         modules = {id(module): module for model in models for module in model.modules() if weight_size(module)}
+        self._of_row |= {key: (2 * weight_size(module), bool(_experts(module))) for key, module in modules.items()}
         causal_lms = {id(causal_lm): causal_lm for causal_lm in map(unwrap_adapter, models)}.values()
         heads = [modules[key] for key in {id(each.get_output_embeddings()) for each in causal_lms} if key in modules]
         hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
@@ -153,11 +156,14 @@ class FlopMeter:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
-        if _experts(module):  # each row is multiplied by the weights of each expert that is chosen for it
+        of_row, has_experts = self._of_row[id(module)]
+        if has_experts:  # each row is multiplied by the weights of each expert that is chosen for it
             chosen = [value for value in inputs[1:] if not value.is_floating_point()]
             rows *= chosen[0].shape[-1] if chosen else 1
-        flops = 2 * weight_size(module) * rows
+        flops = of_row * rows
         self.flops += 0 if isinstance(output, Tensor) and is_reused(output) else flops
+        if not torch.is_grad_enabled():
+            return
         found = output if isinstance(output, tuple) else (output,)
         with_gradient = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
         if with_gradient:

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import torch
 from peft.helpers import disable_input_dtype_casting
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -211,9 +210,10 @@ def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
         if not torch.is_grad_enabled() or run.reuse is not None:
             # PEFT casts inputs to the adapter's float32, and autocast casts them back. DoRA, however, computes norms of
             # the weights in the type of the input.
-            has_dora = any(isinstance(each, LoraLayer) and any(each.use_dora.values()) for each in causal_lm.modules())
-            casts_anyway = torch.is_autocast_enabled(causal_lm.device.type) and not has_dora
-            stack.enter_context(disable_input_dtype_casting(causal_lm, active=casts_anyway))
+            adapters = getattr(causal_lm, "peft_config", {}).values()
+            if adapters and torch.is_autocast_enabled(causal_lm.device.type):
+                has_dora = any(getattr(adapter, "use_dora", False) for adapter in adapters)
+                stack.enter_context(disable_input_dtype_casting(causal_lm, active=not has_dora))
         if run.reuse is not None:
             stack.enter_context(run.reuse)
         yield

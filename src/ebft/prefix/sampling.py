@@ -156,9 +156,9 @@ def of_device(sizes: dict[str, int], device: torch.device) -> int:
     return sizes["cpu" if device.type == "cpu" else "other"]
 
 
-def on_device(values: list[Any], device: torch.device) -> Tensor:
+def on_device(values: list[Any] | Tensor, device: torch.device) -> Tensor:
     """Return a tensor of integers that are known on the host; copying them does not wait for the device."""
-    return copy_to(device, torch.tensor(values, dtype=torch.long))[0]
+    return copy_to(device, torch.as_tensor(values, dtype=torch.long))[0]
 
 
 def slices(count: int, size: int) -> list[slice]:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ebft.prefix import gpu
 from ebft.prefix.attention import MaskPattern, PrefixPass, Visibility, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows
 from ebft.prefix.attention.states import Layer, States, along_documents, run_to_end
-from ebft.prefix.attention.tiles import BatchedTiles, Own, Tile, attend, batch_tiles, join_masks
+from ebft.prefix.attention.tiles import BatchedTiles, Own, Tile, attend, batch_tiles
 from ebft.strided.layout import StridedLayout
 
 
@@ -396,9 +395,7 @@ def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor
     elif isinstance(nodes, Nodes):  # the nodes of a level are ordered by block
         rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), nodes.path[nodes.by_block]
     u = own[0].shape[2] if path is None else path.shape[1]
-    owners = own[0].shape[1] if path is None else len(path)
     tiles, hidden = _node_tiles(run, pattern, (q, k), u, batches=sinks is None)
-    hidden = None if hidden is None else hidden.unflatten(0, (owners, -1))
     output = attend(
         rows.reshape(k, -1, d), *document, Own(*own, hidden, path), tiles, scores, sink_rows(sinks, k, q, 1)
     )
@@ -431,7 +428,7 @@ def _node_tiles(
 ) -> tuple[list[Tile | BatchedTiles], Tensor | None]:
     """Return the tiles of a pass's nodes, Q rows per node, and the mask of their own keys (C * Q, U); heads: Q and K.
 
-    The mask is None if nothing is masked, or if the tiles contain it.
+    The mask is None if nothing is masked.
     """
     nodes, is_decode = run.nodes, isinstance(run.nodes, Level)
 
@@ -446,8 +443,6 @@ def _node_tiles(
             if not pattern.is_causal:
                 hidden = hidden | ~pattern.allowed(anchor + step, anchor + key_step)
             hidden = hidden.repeat_interleave(heads[0], 0)
-        if gpu.is_accelerator(run.layout.device) and not any(isinstance(tile, BatchedTiles) for tile in tiles):
-            return join_masks(tiles, hidden), None
         return tiles, hidden
 
     name = ("nodes", heads, batches, num_keys)

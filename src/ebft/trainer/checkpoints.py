@@ -159,8 +159,7 @@ def compare_rows(state: Any, training: Any, held_out: Any, *, warns: bool) -> No
         else:
             changed = f"{now['rows']:,} rows as before, with other contents or in another order"
         warnings.warn(
-            f"The {kind} data differ from the checkpoint's: {changed}. {effect.format(state.global_step)}",
-            stacklevel=2,
+            f"The {kind} data differ from the checkpoint's: {changed}. {effect.format(state.global_step)}", stacklevel=2
         )
 
 

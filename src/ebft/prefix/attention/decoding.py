@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebft.prefix.attention.batches import DocumentBatch
 from ebft.prefix.attention.passes import Call, MaskPattern, PrefixPass
-from ebft.prefix.attention.suffixes import PromptBatch, SuffixPass, batches, padded_positions
+from ebft.prefix.attention.suffixes import SuffixPass, batches, padded_positions
 from ebft.prefix.attention.tiles import AttentionScores
 from ebft.prefix.sampling import on_device
 
@@ -46,7 +47,7 @@ class SharedCache:
         numbers = batches(layout.prompts, [[1] * len(own) for own in layout.suffixes], layout.device)
         self._numbers = [list(range(len(layout.prompts)))] if self._copies else numbers
         spans = [[(0, 0)] if self._copies else [layout.spans[i] for i in batch] for batch in self._numbers]
-        self._batches = [PromptBatch(each, layout.device) for each in spans]
+        self._batches = [DocumentBatch(each, layout.device) for each in spans]
         self.groups: list[SampleGroup] = self._grouped()
         self.prompts: dict[Call, list[tuple[Tensor, ...]]] = {}
         self._own: dict[Call, tuple[Tensor, ...]] = {}
@@ -116,31 +117,23 @@ class SampleGroup:
     """The samples at `rows` of the N, which follow the batch of prompts with this number; `counts` (G,) of each."""
 
     number: int
-    prompts: PromptBatch
+    prompts: DocumentBatch
     rows: slice
     counts: list[int]
 
     @cached_property
-    def _places(self) -> tuple[Tensor, Tensor] | None:
-        """The sample at each of the G * M places (any for the places of dropped ones), and the place of each sample."""
-        most = max(self.counts)
-        if min(self.counts) == most:
-            return None
-        firsts = [end - count for end, count in zip(accumulate(self.counts), self.counts)]
-        last = sum(self.counts) - 1
-        samples = [min(first + i, last) for first in firsts for i in range(most)]
-        places = [prompt * most + i for prompt, count in enumerate(self.counts) for i in range(count)]
-        return on_device(samples, self.prompts.device), on_device(places, self.prompts.device)
+    def _by_prompt(self) -> DocumentBatch:
+        """The samples of the prompts, which are as many as the most of one after `of`; any for those dropped."""
+        ends = list(accumulate(self.counts))
+        return DocumentBatch([(end - count, end) for end, count in zip(ends, self.counts)], self.prompts.device)
 
     def by_prompt(self, x: Tensor) -> Tensor:
         """Return x (K, n, Q, Y) of the samples as (K, G, M * Q, Y)."""
-        x = x if self._places is None else x.index_select(1, self._places[0])
-        return x.unflatten(1, (len(self.counts), -1)).flatten(2, 3)
+        return self._by_prompt.of(x).flatten(2, 3)
 
     def by_sample(self, x: Tensor, q: int) -> Tensor:
         """Return x (K, G, M * Q, Y) as (K, n, Q, Y)."""
-        x = x.unflatten(2, (-1, q)).flatten(1, 2)
-        return x if self._places is None else x.index_select(1, self._places[1])
+        return self._by_prompt.in_order(x.unflatten(2, (-1, q)), 1)
 
 
 @dataclass

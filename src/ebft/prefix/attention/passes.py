@@ -24,11 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ebft.errors import ModelError
 from ebft.prefix.attention import flex
-from ebft.prefix.attention.tiles import AttentionScores, BatchedTiles, Tile, attend, batch_tiles
+from ebft.prefix.attention.batches import MOST_PADDING, DocumentBatch, Spans, grouped
+from ebft.prefix.attention.tiles import MOST_SCORES, AttentionScores, BatchedTiles, Tile, attend, batch_tiles
 from ebft.prefix.sampling import of_device
 from ebft.transformers_internals import causal_mask_function
 
-Spans = list[tuple[int, int]]  # the (start, end) of every document among the S tokens
 Call = tuple[int, int]  # the id of a layer, and the number of its previous calls in the same pass
 
 IMPLEMENTATION = "ebft_prefix"
@@ -37,11 +37,6 @@ HINT = "Use `ebft.mode: structured` for this model"  # appended to errors about 
 # Query rows per tile (query heads that share a key head count separately): large enough for efficient matrix products,
 # small enough that the scores fit in the processor's cache and few of the keys are masked.
 _ROWS_PER_TILE = {"cpu": 256, "other": 16384}
-# Maximum number of scores of a tile, of all heads, on accelerators: 256 MiB in float32.
-_SCORES_PER_TILE = 2**26
-
-# Maximum number of tokens of documents whose attention is computed in batched tiles.
-_SHORT = 256
 
 # Keyword arguments that attention layers may receive besides query, key and value. Those in _HONOURED are supported
 # below, those in _REDUNDANT repeat information of the query, key and mask, and those in _REPORTING do not affect the
@@ -139,7 +134,7 @@ class MaskPattern:
 def rows_per_tile(device: torch.device, key_heads: int, num_keys: int) -> int:
     """Return the number of query rows of a tile with at most `num_keys` keys in each of `key_heads` heads."""
     most = of_device(_ROWS_PER_TILE, device)
-    return most if device.type == "cpu" else min(most, max(256, _SCORES_PER_TILE // (key_heads * max(num_keys, 1))))
+    return most if device.type == "cpu" else min(most, max(256, MOST_SCORES["other"] // (key_heads * max(num_keys, 1))))
 
 
 @dataclass(kw_only=True)
@@ -260,29 +255,38 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
 def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) -> Tensor:
     """Compute causal attention within each document: query (K, Q, S, D) -> (S, H, D)."""
     k, q, s, d = query.shape
-    # Where there are several short documents on CPU, batched tiles are faster than a kernel for each.
-    longest = max(end - start for start, end in spans)
-    are_short = query.device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
-    is_plain = pattern.is_causal and scores.softcap is None and sinks is None
-    if is_plain and not are_short:  # scaled_dot_product_attention supports the pattern and scores
+    if pattern.is_causal and scores.softcap is None and sinks is None:  # scaled_dot_product_attention supports these
         query, key = query.to(value.dtype), key.to(value.dtype)  # with autocast, float32 after the rotary embedding
-        documents, lengths = [], [end - start for start, end in spans]
+        batches = pattern.keep("documents", lambda: document_batches(spans, query.device))
+        sizes = [sum(batch.lengths) for batch in batches]
+        whole, documents = (query.flatten(0, 1), key, value), []
         # Split rather than sliced, whose gradients would be as many tensors, padded with zeros.
-        parts = ((query, key, value),) if len(spans) == 1 else zip(*(x.split(lengths, -2) for x in (query, key, value)))
-        for of_query, of_key, of_value in parts:
-            of_query, of_key, of_value = of_query.flatten(0, 1)[None], of_key[None], of_value[None]
-            if q > 1 and not takes_grouped_heads(of_query, of_key, of_value, scores.dropout):  # else S x S scores
+        parts = (whole,) if len(batches) == 1 else zip(*(x.split(sizes, 1) for x in whole))
+        for batch, part in zip(batches, parts):
+            of_query, of_key, of_value = (batch.of(x).transpose(0, 1) for x in part)  # (G, H or K, P, D)
+            if q > 1 and not takes_grouped_heads(of_query, of_key, of_value, scores.dropout):  # else P x P scores
                 of_key, of_value = (x.repeat_interleave(q, 1) for x in (of_key, of_value))
             gqa = of_query.shape[1] != of_key.shape[1]
-            part = F.scaled_dot_product_attention(
+            output = F.scaled_dot_product_attention(
                 of_query, of_key, of_value, None, scores.dropout, is_causal=True, scale=scores.scaling, enable_gqa=gqa
             )
-            documents.append(part.squeeze(0).transpose(0, 1))
+            documents.append(batch.in_order(output.transpose(1, 2), 0))
         return documents[0] if len(documents) == 1 else torch.cat(documents)
     rows = query.transpose(1, 2).reshape(k, s * q, d)
     tiles = pattern.document_tiles(spans, q, k, sinks is None, query.device)
     output = attend(rows, key, value, None, tiles, scores, sink_rows(sinks, k, q, 1))
     return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
+
+
+def document_batches(spans: Spans, device: torch.device) -> list[DocumentBatch]:
+    """Return adjacent documents whose attention is computed at once, with spans among the tokens of their batch."""
+
+    def fit(group: Spans) -> bool:
+        sizes = [(end - start) ** 2 for start, end in group]
+        return len(group) * max(sizes) <= of_device(MOST_PADDING, device) * sum(sizes)
+
+    groups = grouped(spans, fit)
+    return [DocumentBatch([(a - group[0][0], b - group[0][0]) for a, b in group], device) for group in groups]
 
 
 def takes_grouped_heads(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ebft.machine import copy_to
 from ebft.prefix.attention import flex
+from ebft.prefix.attention.batches import MOST_PADDING, DocumentBatch, grouped, places_of
 from ebft.prefix.attention.passes import MaskPattern, PrefixPass, document_attention, sink_rows
 from ebft.prefix.attention.states import Layer, along_documents
 from ebft.prefix.attention.tiles import AttentionScores, Own, Tile, attend
@@ -29,10 +30,7 @@ _ROWS_PER_TILE = 4096
 # Query heads whose queries are rows of one matrix; 0 for all that have the same key head.
 _HEADS_AS_ROWS = {"cpu": 1, "other": 0}
 
-# How much larger the attention of the suffixes of adjacent prompts may become by padding, if it is computed at once. On
-# CPU, where a kernel costs nothing to start, they are computed prompt by prompt.
-_MOST_PADDING = {"cpu": 0.0, "other": 1.5}
-_MOST_SCORES = 2**24  # of all suffixes of these prompts with their keys, which bounds the memory
+_MOST_SCORES = 2**24  # of all suffixes of a batch of prompts with their keys, which bounds the memory
 _FEWEST_TOKENS = 256  # of a suffix; shorter ones count as having as many scores, since keys need memory as well
 
 
@@ -79,7 +77,7 @@ class PromptLayout:
         groups, first = [], 0
         for numbers in prompts:
             lengths = [length for number in numbers for length in suffixes[number]]
-            groups.append(SuffixGroup(PromptBatch([self.spans[i] for i in numbers], self.device), first, lengths))
+            groups.append(SuffixGroup(DocumentBatch([self.spans[i] for i in numbers], self.device), first, lengths))
             first += sum(lengths)
         return groups
 
@@ -89,15 +87,8 @@ def batches(prompts: list[int], suffixes: list[list[int]], device: torch.device)
 
     These have equally many suffixes. `suffixes` are the lengths of each prompt's suffixes, all above 0.
     """
-    found: list[list[int]] = []
-    for number, lengths in enumerate(suffixes):
-        if not lengths:
-            continue
-        if found and _fit([*found[-1], number], prompts, suffixes, of_device(_MOST_PADDING, device)):
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
+    with_any = [number for number, lengths in enumerate(suffixes) if lengths]
+    return grouped(with_any, lambda numbers: _fit(numbers, prompts, suffixes, of_device(MOST_PADDING, device)))
 
 
 def _fit(numbers: list[int], prompts: list[int], suffixes: list[list[int]], most_padding: float) -> bool:
@@ -112,44 +103,10 @@ def _fit(numbers: list[int], prompts: list[int], suffixes: list[list[int]], most
 
 
 @dataclass(frozen=True, eq=False)
-class PromptBatch:
-    """Adjacent prompts, at `spans` among the S tokens, whose suffixes are computed at once."""
-
-    spans: list[tuple[int, int]]
-    device: torch.device
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        return [end - start for start, end in self.spans]
-
-    @cached_property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def is_padded(self) -> bool:
-        return min(self.lengths) < self.longest
-
-    @cached_property
-    def _index(self) -> Tensor | None:
-        """Index among the S tokens of each of the G * P (any token for padding); None if they are adjacent."""
-        if not self.is_padded and self.spans[-1][1] - self.spans[0][0] == len(self.spans) * self.longest:
-            return None
-        last = self.spans[-1][1] - 1
-        places = [min(start + step, last) for start, _ in self.spans for step in range(self.longest)]
-        return on_device(places, self.device)
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return x (K, S, D) of all prompts as (K, G, P, D) of these, with any values after the end of a prompt."""
-        x = x[:, self.spans[0][0] : self.spans[-1][1]] if self._index is None else x.index_select(1, self._index)
-        return x.unflatten(1, (len(self.spans), self.longest))
-
-
-@dataclass(frozen=True, eq=False)
 class SuffixGroup:
     """The suffixes of some prompts: `first` is the index of their first token among the X, `lengths` are above 0."""
 
-    prompts: PromptBatch
+    prompts: DocumentBatch
     first: int
     lengths: list[int]
 
@@ -161,11 +118,7 @@ class SuffixGroup:
     @cached_property
     def _entries(self) -> Tensor | None:
         """Index of each token among the N * L entries of the suffixes, padded to the longest; None without padding."""
-        longest = max(self.lengths)
-        if min(self.lengths) == longest:
-            return None
-        entries = [row * longest + step for row, length in enumerate(self.lengths) for step in range(length)]
-        return on_device(entries, self.prompts.device)
+        return places_of(self.lengths, self.prompts.device)
 
     def padded(self, x: Tensor) -> Tensor:
         """Return x (Y, tokens, D) of the group's tokens as (Y, N, L, D), with zeros as padding."""
@@ -289,7 +242,6 @@ def _with_tiles(group, query, prompts, own, pattern, scores: AttentionScores, si
     of_rows = hidden[None, None].expand(n, q, -1, -1).flatten(0, 2)  # (N * Q * L, P + L)
     # `attend` expects other keys after the shared ones, in whose place the products with own keys are written.
     key, value = (F.pad(x, (0, 0, 0, length)) for x in prompt)
-    own_hidden = of_rows[:, size:].unflatten(0, (n, -1))
     per_tile = max(1, _ROWS_PER_TILE // (q * length)) * q * length
     tiles = [
         Tile(
@@ -297,5 +249,5 @@ def _with_tiles(group, query, prompts, own, pattern, scores: AttentionScores, si
         )
         for first in range(0, len(of_rows), per_tile)
     ]
-    output = attend(rows, key, value, Own(*own, own_hidden), tiles, scores, sink_rows(sinks, k, q, length))
+    output = attend(rows, key, value, Own(*own, of_rows[:, size:]), tiles, scores, sink_rows(sinks, k, q, length))
     return output.view(k, n, q, length, -1).permute(1, 3, 0, 2, 4).flatten(2, 3)

@@ -9,15 +9,16 @@ in memory at a time, and nothing of size queries x keys is stored, so memory is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ebft.machine import copy_to
 from ebft.prefix import gpu
+from ebft.prefix.attention.batches import MOST_PADDING, DocumentBatch, grouped
+from ebft.prefix.sampling import of_device, on_device
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,11 @@ class Tile:
     """Query rows `rows` and the shared keys `keys` that they attend to; `hidden` (rows, W) masks the last W keys.
 
     If rows have own keys, at least as many shared keys must follow `keys` (for a rollout, its reference's keys).
-    `joined` (rows, W + U), optional: `hidden`, and beside it the mask of the own keys.
     """
 
     rows: slice
     keys: slice
     hidden: Tensor
-    joined: Tensor | None = None
 
     @property
     def height(self) -> int:
@@ -55,13 +54,17 @@ class Tile:
         """Return the tile's shared keys of x (K, S, X) and the `after` keys that follow them."""
         return x[:, self.keys.start : self.keys.stop + after]
 
-    def put(self, output: Tensor, weights: Tensor, keys: Tensor) -> None:
+    def put(self, output: Tensor, weights: Tensor, keys: Tensor, scaling: float) -> None:
         """Write the products of weights (K, rows, keys) and the tile's part of keys (K, S, X) to its output rows."""
-        torch.bmm(weights, self.take_keys(keys), out=self.take_rows(output))
+        _scaled(weights, self.take_keys(keys), scaling, out=self.take_rows(output))
 
-    def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+    def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor, scaling: float) -> None:
         """Add the products of the transposed weights (K, rows, keys) and the tile's rows to total (K, S, X)."""
-        total[:, self.keys] += weights.mT @ self.take_rows(rows)
+        total, weights, rows = total[:, self.keys], weights.mT, self.take_rows(rows)
+        if rows.dtype == total.dtype:
+            total.baddbmm_(weights, rows, alpha=scaling)
+        else:
+            total.add_(weights @ rows, alpha=scaling)
 
     def hide(self, shared: Tensor) -> None:
         """Set the scores (K, rows, keys) of masked keys to minus infinity, in place."""
@@ -74,9 +77,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Own:
-    """The owners' own keys and values (K, E, U, D), and the mask `hidden` (E, R / E, U), True for masked keys.
+    """The owners' own keys and values (K, E, U, D), and the mask `hidden` (R, U), True for masked keys.
 
-    `hidden` is None if no own key is masked, or if all tiles have `joined` masks.
+    `hidden` is None if no own key is masked.
     With `path` (E, U), owners share keys: the keys and values are (K, C, D), and owner e has the ones at path[e].
     """
 
@@ -177,27 +180,20 @@ class Products:
     def __init__(self, weigh: _Weights, keys: Tensor, own_keys: Tensor | None, scaling: float = 1.0):
         self.weigh, self.keys, self.own_keys, self.scaling = weigh, keys, own_keys, scaling
         self._own: list[Tensor] = []  # weights of each tile
-        self._total = None if weigh.is_direct else keys.new_empty(*weigh.query.shape[:2], keys.shape[-1])
+        self._total = keys.new_empty(*weigh.query.shape[:2], keys.shape[-1])
 
     def add(self, weights: Tensor, tile: Tile | BatchedTiles) -> None:
         """Multiply the weights of a tile."""
         shared, own = self.weigh.columns(weights, tile)
-        if not self.weigh.is_direct:
-            tile.put(self._total, shared, self.keys)
-            self._own.append(tile.in_order(own))
-            return
-        self._total = _scaled(shared, tile.take_keys(self.keys), self.scaling)
-        if self.own_keys is not None:
-            of_owners = self.weigh.by_owner(self._total).flatten(0, 1), self.weigh.by_owner(own).flatten(0, 1)
-            of_owners[0].baddbmm_(of_owners[1], self.own_keys.flatten(0, 1), alpha=self.scaling)
+        tile.put(self._total, shared, self.keys, self.scaling)
+        self._own.append(tile.in_order(own))
 
     def total(self) -> Tensor:
         """Return the sums over shared and own keys, of all rows: (K, R, X)."""
-        if self.weigh.is_direct:
-            return self._total
         if self.own_keys is not None:
-            self._total += (self.weigh.by_owner(torch.cat(self._own, 1)) @ self.own_keys).view_as(self._total)
-        return self._total if self.scaling == 1 else self._total.mul_(self.scaling)
+            total, own = (self.weigh.by_owner(x).flatten(0, 1) for x in (self._total, _joined(self._own)))
+            total.baddbmm_(own, self.own_keys.flatten(0, 1), alpha=self.scaling)
+        return self._total
 
 
 class Transposed:
@@ -210,34 +206,28 @@ class Transposed:
         self.weigh, self.rows, self.has_own, self.scaling = weigh, rows, has_own, scaling
         self._dtype, self._own = keys.dtype, []
         self._total = torch.zeros_like(keys, dtype=weigh.dtype)
-        self._scales_total = not weigh.is_direct or rows.dtype != weigh.dtype  # else each product is scaled
 
     def add(self, weights: Tensor, tile: Tile | BatchedTiles) -> None:
         """Multiply the weights of a tile."""
         shared, own = self.weigh.columns(weights, tile)
-        if self._scales_total:
-            tile.add_to_keys(self._total, shared, self.rows)
-        else:
-            of_tile = self._total[:, tile.keys]
-            of_tile.baddbmm_(shared.mT, tile.take_rows(self.rows), alpha=self.scaling)
+        tile.add_to_keys(self._total, shared, self.rows, self.scaling)
         if self.has_own:
             self._own.append(tile.in_order(own))
 
     def total(self) -> Tensor:
         """Return the sums for the shared keys: (K, S, X)."""
-        total = self._total.mul_(self.scaling) if self._scales_total and self.scaling != 1 else self._total
-        return total.to(self._dtype)
+        return self._total.to(self._dtype)
 
     def total_of_own(self) -> Tensor | None:
         """Return the sums for the own keys, (K, E, U, X), if there are any."""
         if not self.has_own:
             return None
-        rows = self.weigh.by_owner(self.rows)
-        if self.weigh.is_direct:
-            own = self.weigh.by_owner(self._own[0]).flatten(0, 1)
-            return _scaled(own.mT, rows.flatten(0, 1), self.scaling).unflatten(0, rows.shape[:2])
-        own = self.weigh.by_owner(torch.cat(self._own, 1)).mT @ rows
-        return own if self.scaling == 1 else own * self.scaling
+        own, rows = (self.weigh.by_owner(x) for x in (_joined(self._own), self.rows))
+        return _scaled(own.flatten(0, 1).mT, rows.flatten(0, 1), self.scaling).unflatten(0, rows.shape[:2])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _scaled(left: Tensor, right: Tensor, scaling: float, out: Tensor | None = None) -> Tensor:
@@ -266,28 +256,24 @@ def _put_back(grad: Tensor | None, common: Tensor | None, path: Tensor | None) -
 class _Weights:
     """Computes the softmax weights of a tile, with columns [shared keys | own keys | sink].
 
-    `is_direct`: whether products with own keys are written into the columns of the only tile, and added to its sums,
-    which takes fewer kernels. Otherwise they are computed for all tiles at once, and copied.
+    `is_direct`: whether products with own keys are written into the columns of the only tile, a kernel less.
+    Otherwise they are computed for all tiles at once, and copied.
     """
 
     def __init__(self, query, key, own_key, own_hidden, sinks, tiles, scores: AttentionScores, seed: int):
-        self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
+        self.query, self.key, self.own_hidden, self.sinks = query, key, own_hidden, sinks
+        self.scores, self.seed = scores, seed
         self.dtype = torch.promote_types(query.dtype, torch.float32)  # dtype of the softmax and of sums over tiles
         self.is_direct = gpu.is_accelerator(query.device) and [type(tile) for tile in tiles] == [Tile]
         self.owners, self.own_width = (0, 0) if own_key is None else own_key.shape[1:3]
-        self.own_hidden = None if own_hidden is None else own_hidden.flatten(0, 1)
         self.own = self.of_own(query, own_key, scores.scaling)
 
     def of_own(self, rows: Tensor, own_keys: Tensor | None, scaling: float = 1.0) -> Tensor | None:
         """Return what `products` needs of the own keys: their products with the rows, (K, R, U), or the keys."""
         if own_keys is None or self.is_direct:
             return own_keys
-        rows = self.by_owner(rows)
-        if gpu.is_accelerator(rows.device):
-            products = _scaled(rows.flatten(0, 1), own_keys.flatten(0, 1).mT, scaling)
-            return products.view(len(rows), -1, self.own_width)
-        products = rows @ own_keys.mT
-        return (products if scaling == 1 else products.mul_(scaling)).flatten(1, 2)
+        products = _scaled(self.by_owner(rows).flatten(0, 1), own_keys.flatten(0, 1).mT, scaling)
+        return products.view(len(rows), -1, self.own_width)
 
     def __call__(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
         """Return the weights (K, rows, columns) and, with a softcap, its derivative at every score."""
@@ -295,7 +281,10 @@ class _Weights:
         if self.scores.softcap is not None:
             capped = torch.tanh(scores.to(self.dtype) / self.scores.softcap)
             scores, slope = capped * self.scores.softcap, 1 - capped.square()
-        self._hide(scores, tile)
+        shared, own = self.columns(scores, tile)
+        tile.hide(shared)
+        if self.own_hidden is not None:
+            tile.hide_own(own, self.own_hidden)
         if self.sinks is not None:
             sinks = self.sinks.repeat(1, scores.shape[1] // self.sinks.shape[1]).unsqueeze(-1)
             scores = torch.cat([scores.to(self.dtype), sinks.to(self.dtype)], -1)
@@ -304,17 +293,6 @@ class _Weights:
             return scores.softmax(-1, dtype=self.dtype), slope
         # Cast first: on CPU, a softmax that casts its input is slower.
         return scores.to(self.dtype).softmax(-1), slope
-
-    def _hide(self, scores: Tensor, tile: Tile) -> None:
-        """Set the scores of masked keys to minus infinity, in place."""
-        shared, own = self.columns(scores, tile)
-        if isinstance(tile, Tile) and tile.joined is not None:
-            first = tile.width - tile.hidden.shape[1]
-            scores[..., first : first + tile.joined.shape[1]].masked_fill_(tile.joined, float("-inf"))
-            return
-        tile.hide(shared)
-        if self.own_hidden is not None:
-            tile.hide_own(own, self.own_hidden)
 
     def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, tile: Tile) -> Tensor:
         """Return the scaled products of a tile's rows of `left` with the shared keys of `right` and with own keys.
@@ -353,88 +331,74 @@ class _Weights:
         return weights * kept / (1 - rate)
 
 
-def join_masks(tiles: list[Tile], own_hidden: Tensor | None) -> list[Tile]:
-    """Return the tiles with the mask of shared and own keys in one tensor, given the own keys' mask (R, U)."""
-    found = []
-    for tile in tiles:
-        hidden = tile.hidden if own_hidden is None else torch.cat([tile.hidden, own_hidden[tile.rows]], 1)
-        found.append(replace(tile, hidden=hidden[:, : tile.hidden.shape[1]], joined=hidden))
-    return found
-
-
-# Maximum number of scores of batched tiles, which fit in the processor's cache.
-_SCORES = 2**18
-# Maximum ratio of the scores of batched tiles, including padding, to the scores of its tiles.
-_MOST_PADDING = 1.5
+# Maximum number of scores of batched tiles: on CPU they fit in the cache, and elsewhere take 256 MiB in float32.
+MOST_SCORES = {"cpu": 2**18, "other": 2**26}
 
 
 @dataclass(frozen=True)
 class BatchedTiles:
     """Adjacent tiles, padded to the longest. Has the interface of `Tile`, with K * D in place of K.
 
-    Padding rows are zeros that attend to everything, and their results are discarded. All other rows mask padding keys.
+    Padding rows are other rows, which attend to all shared keys; nothing is made of their results. All other rows mask
+    padding keys.
     """
 
-    rows: slice
-    width: int
-    row_index: Tensor  # (D, R)
-    is_padding: Tensor | None  # (D, R); None if all tiles have R rows
-    kept: Tensor | None  # the indices of all other rows among D * R; None as is_padding
+    batch: DocumentBatch  # of the rows
     key_start: Tensor  # (D,)
     hidden: Tensor  # (D, R, W)
+    _kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tiles: list[Tile]) -> BatchedTiles:
         device = tiles[0].hidden.device
-        heights = torch.tensor([tile.height for tile in tiles])
-        most = int(heights.max())
-        starts, key_start = torch.tensor([(tile.rows.start, tile.keys.start) for tile in tiles]).unbind(1)
-        row = torch.arange(most)
-        is_padding = row >= heights[:, None]
-        row_index = starts[:, None] + torch.where(is_padding, 0, row)
-        kept = (~is_padding).flatten().nonzero().squeeze(1)
-        row_index, padding, kept, key_start = copy_to(device, row_index, is_padding.long(), kept, key_start)
-        is_padded = len(kept) < row_index.numel()
-        hidden = torch.zeros(len(tiles), most, max(tile.width for tile in tiles), dtype=torch.bool, device=device)
+        batch = DocumentBatch([(tile.rows.start, tile.rows.stop) for tile in tiles], device)
+        hidden = torch.zeros(
+            len(tiles), batch.longest, max(tile.width for tile in tiles), dtype=torch.bool, device=device
+        )
         for of_tile, tile in zip(hidden, tiles):
             of_tile[: tile.height, tile.width - tile.hidden.shape[1] : tile.width] = tile.hidden
             of_tile[: tile.height, tile.width :] = True
-        return cls(
-            slice(tiles[0].rows.start, tiles[-1].rows.stop),
-            hidden.shape[2],
-            row_index,
-            padding.bool() if is_padded else None,
-            kept if is_padded else None,
-            key_start,
-            hidden,
-        )
+        return cls(batch, on_device([tile.keys.start for tile in tiles], device), hidden)
+
+    @property
+    def rows(self) -> slice:
+        return self.batch.tokens
+
+    @property
+    def width(self) -> int:
+        return self.hidden.shape[2]
 
     def take_rows(self, x: Tensor) -> Tensor:
         """Return the rows (K * D, R, X) of x (K, rows, X)."""
-        taken = x[:, self.row_index]
-        if self.is_padding is not None:
-            taken.masked_fill_(self.is_padding.unsqueeze(-1), 0)
-        return taken.flatten(0, 1)
+        return self.batch.of(x).flatten(0, 1)
 
     def in_order(self, batched: Tensor) -> Tensor:
         """Convert batched rows (K * D, R, X) to consecutive rows (K, rows, X), without padding."""
-        rows = batched.unflatten(0, (-1, len(self.row_index))).flatten(1, 2)
-        return rows if self.kept is None else rows.index_select(1, self.kept)
+        return self.batch.in_order(batched.unflatten(0, (-1, len(self.hidden))), 1)
 
     def take_keys(self, x: Tensor, after: int = 0) -> Tensor:
         """Return the shared keys of x (K, keys, X) and the `after` keys that follow them: (K * D, W + after, X)."""
-        index = self.key_start[:, None] + torch.arange(self.width + after, device=x.device)
-        return x[:, index.clamp_max(x.shape[1] - 1)].flatten(0, 1)
+        index = self._key_index(after, x.shape[1])
+        return x.index_select(1, index).view(len(x) * len(self.hidden), -1, x.shape[2])
 
-    def put(self, output: Tensor, weights: Tensor, keys: Tensor) -> None:
+    def _key_index(self, after: int, num_keys: int) -> Tensor:
+        """Return the indices of the tiles' keys and the `after` next ones among all: (D * (W + after),)."""
+        if (after, num_keys) not in self._kept:
+            index = self.key_start[:, None] + torch.arange(self.width + after, device=self.key_start.device)
+            self._kept[after, num_keys] = index.clamp_max(num_keys - 1).flatten()
+        return self._kept[after, num_keys]
+
+    def put(self, output: Tensor, weights: Tensor, keys: Tensor, scaling: float) -> None:
         """Write the products of weights (K * D, R, W) and the tiles' part of keys (K, keys, X) to their rows."""
-        output[:, self.rows] = self.in_order(weights @ self.take_keys(keys))
+        output[:, self.rows] = self.in_order(_scaled(weights, self.take_keys(keys), scaling))
 
-    def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+    def add_to_keys(self, total: Tensor, weights: Tensor, rows: Tensor, scaling: float) -> None:
         """Add the products of the transposed weights (K * D, R, W) and the tiles' rows to their part of total."""
-        index = self.key_start[:, None] + torch.arange(self.width, device=total.device)
-        added = (weights.mT @ self.take_rows(rows)).unflatten(0, (-1, len(index))).flatten(1, 2)
-        total.index_add_(1, index.clamp_max(total.shape[1] - 1).flatten(), added.to(total.dtype))
+        rows = self.batch.of(rows)
+        if self.batch.is_padded:
+            rows = rows.masked_fill(self.batch.padding.unsqueeze(-1), 0)
+        added = (weights.mT @ rows.flatten(0, 1)).unflatten(0, (-1, len(self.hidden))).flatten(1, 2)
+        total.index_add_(1, self._key_index(0, total.shape[1]), added.to(total.dtype), alpha=scaling)
 
     def hide(self, shared: Tensor) -> None:
         """Set the scores (K * D, R, W) of masked keys to minus infinity, in place."""
@@ -442,10 +406,7 @@ class BatchedTiles:
 
     def hide_own(self, own: Tensor, hidden: Tensor) -> None:
         """Set the scores (K * D, R, U) of own keys masked by `hidden` (rows, U) to minus infinity, in place."""
-        of_rows = hidden[self.row_index]
-        if self.is_padding is not None:
-            of_rows.masked_fill_(self.is_padding.unsqueeze(-1), False)
-        own.unflatten(0, (-1, len(of_rows))).masked_fill_(of_rows, float("-inf"))
+        own.unflatten(0, (-1, len(self.hidden))).masked_fill_(self.batch.of(hidden[None])[0], float("-inf"))
 
 
 def batch_tiles(tiles: list[Tile], key_heads: int | None) -> list[Tile | BatchedTiles]:
@@ -455,13 +416,10 @@ def batch_tiles(tiles: list[Tile], key_heads: int | None) -> list[Tile | Batched
     """
     if key_heads is None:
         return tiles
-    groups = [tiles[:1]]
-    for tile in tiles[1:]:
-        group = [*groups[-1], tile]
+
+    def fit(group: list[Tile]) -> bool:
         padded = len(group) * max(tile.height for tile in group) * max(tile.width for tile in group)
-        most = _MOST_PADDING * sum(tile.height * tile.width for tile in group)
-        if key_heads * padded <= _SCORES and padded <= most:
-            groups[-1] = group
-        else:
-            groups.append([tile])
-    return [BatchedTiles.of(group) if len(group) > 1 else group[0] for group in groups]
+        is_small = key_heads * padded <= of_device(MOST_SCORES, group[0].hidden.device)
+        return is_small and padded <= MOST_PADDING["other"] * sum(tile.height * tile.width for tile in group)
+
+    return [BatchedTiles.of(group) if len(group) > 1 else group[0] for group in grouped(tiles, fit)]

@@ -18,6 +18,7 @@ from ebft.models.causal_lm import backbone_of, evaluating, unwrap_adapter
 from ebft.models.sharding import is_partitioned, is_sharded
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
 from ebft.prefix.forward import backbone_states, head_of, run_wrapped, take_programs
+from ebft.prefix.gpu import cheap_adapters
 from ebft.prefix.sampling import Softmax, Truncation, of_device, on_device, sample_tokens
 from ebft.structured.rollouts.turns import Completion, Sampling
 
@@ -143,7 +144,12 @@ class SharedPromptSampler:
     def __call__(self, model: nn.Module, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         """Return one completion per prompt; the model must be prepared, in eval mode, with gradients disabled."""
         policy = model if is_sharded(model) else unwrap_adapter(model)
-        return run_wrapped(policy, lambda causal_lm: self._sample(causal_lm, prompts, max_tokens))
+
+        def sample(causal_lm: PreTrainedModel) -> list[Completion]:
+            with cheap_adapters(causal_lm):
+                return self._sample(causal_lm, prompts, max_tokens)
+
+        return run_wrapped(policy, sample)
 
     def _sample(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         device, head = causal_lm.device, head_of(causal_lm)

@@ -162,10 +162,7 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
         raise LaunchError(f"{who} was killed by {signal.Signals(-code).name}{reason}.", status=128 - code)
     if (folder / ERROR_FILE).exists():
         rank = (folder / FAILED_FILE).read_text()
-        say(
-            f"\nThe process of rank {rank} failed:\n{(folder / ERROR_FILE).read_text(encoding='utf-8')}",
-            err=True,
-        )
+        say(f"\nThe process of rank {rank} failed:\n{(folder / ERROR_FILE).read_text(encoding='utf-8')}", err=True)
     elif not (folder / FAILED_FILE).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
