@@ -131,3 +131,13 @@ def test_what_a_server_generates_is_counted_from_its_tokens(chat_tokenizer, tmp_
     assert trainer.budget.meter.flops == 2 * (decoder * (28 + 10) + head * 5)
     trainer.budget.gather(trainer.accelerator)
     assert trainer.budget.totals["documents"] == 2 and trainer.budget.totals["generated_tokens"] == 10 + 5
+
+
+def test_counting_keeps_no_activation_that_checkpointing_releases():
+    model, meter, inputs = tiny_model("llama").train(), FlopMeter(), []
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    keep = lambda _, given: inputs.append(torch.multiprocessing.reductions.StorageWeakRef(given[0].untyped_storage()))
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(keep)
+    with meter.watching([model]), meter.counting():
+        out = model(input_ids=torch.arange(3, 15)[None]).logits  # which keeps the graph
+    assert out.requires_grad and inputs[0].expired()

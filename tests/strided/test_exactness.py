@@ -296,16 +296,6 @@ def test_rollouts_that_begin_with_the_same_tokens(name, family, adapter, tmp_pat
     assert distinct_beginnings(out, 5) < 0.9 * int(out.block_mask.sum()) * 5 * 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 30])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text"])
-def test_the_size_of_pieces_changes_nothing(family, rows, tmp_path, monkeypatch):
-    """Tiles of one block or one document token, and of a few: windows, caps, sinks and chunks included."""
-    monkeypatch.setattr("ebft.prefix.attention.passes._ROWS_PER_TILE", {"cpu": rows})
-    monkeypatch.setattr("ebft.prefix.logps.LOGITS_PER_CHUNK", {"cpu": 1})
-    exact(tmp_path, with_lora(tiny_model(family), target_modules=lora_targets(family)), unequal_batch(3))
-
-
 def test_a_step_leaves_the_model_as_it_was_and_no_graph_but_its_loss(tmp_path):
     model = tiny_model("gemma2").eval()
     ids = torch.randint(3, VOCAB, (2, 20))
@@ -355,7 +345,7 @@ def test_bfloat16_stays_near_float32(tmp_path):
 
 ON_ACCELERATORS = {"single_pass": False, "merge_rollouts": False}
 FAMILIES_THERE = [("llama", True), ("llama", False), ("qwen3", True), ("mistral", False), ("gemma2", True),
-                  ("gpt_oss", False), ("bloom", False)]  # fmt: skip
+                  ("gpt_oss", False), ("bloom", False), ("llama4_text", True)]  # fmt: skip
 
 
 @pytest.mark.first(4)
@@ -366,8 +356,8 @@ def test_branches_of_accelerators(family, adapter, rows, at_once, tmp_path, monk
     """What saves kernels, on CPU: fused layers, folded adapters, and all documents at once or in tiles of their own."""
     monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
     monkeypatch.setattr(gpu, "_memory", lambda device: 2**30)
-    monkeypatch.setattr(passes, "rows_per_tile", lambda *args: rows)
-    monkeypatch.setattr("ebft.strided.passes.rows_per_tile", passes.rows_per_tile)
+    monkeypatch.setattr("ebft.prefix.logps.LOGITS_PER_CHUNK", {"cpu": 1})
+    monkeypatch.setitem(passes._ROWS_PER_TILE, "cpu", rows)
     [monkeypatch.setitem(limits, "cpu", at_once) for limits in (tiles.MOST_SCORES, passes.MOST_PADDING)]
     model = tiny_model(family, seed=5)
     model = with_lora(model, target_modules=lora_targets(family)) if adapter else model

@@ -168,8 +168,8 @@ class FlopMeter:
         with_gradient = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
         if with_gradient:
             weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
-            trained = any(weight.requires_grad for weight in weights)
-            with_gradient[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
+            products = inputs[0].requires_grad + any(weight.requires_grad for weight in weights)
+            with_gradient[0].register_hook(lambda _: self._add(flops * products))  # keeps no input alive
 
     _count.only_observes = True  # see ebft/prefix/forward.py
 
