@@ -117,10 +117,9 @@ class FeatureNetwork:
     def device(self) -> torch.device:
         """The device of the network. Trainers move the policy after its copy was made, which this makes up for."""
         policy = self._followed()
-        wanted = None if policy is None else next(policy.parameters()).device
-        if wanted is not None and wanted.type != "meta" and wanted != self._place:
-            self._place = wanted
+        if policy is not None and (now := next(policy.parameters()).device) not in (self._place, torch.device("meta")):
             self.causal_lm.to(_beside(policy, self.causal_lm))
+            self._place = now
         return next(self.causal_lm.parameters()).device
 
     def hidden_states(self, forward: Callable[[nn.Module], Tensor]) -> list[Tensor]:

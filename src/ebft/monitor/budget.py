@@ -156,7 +156,7 @@ class FlopMeter:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
-        of_row, has_experts = self._of_row[id(module)]
+        of_row, has_experts = self._of_row.get(id(module)) or (2 * weight_size(module), bool(_experts(module)))
         if has_experts:  # each row is multiplied by the weights of each expert that is chosen for it
             chosen = [value for value in inputs[1:] if not value.is_floating_point()]
             rows *= chosen[0].shape[-1] if chosen else 1

@@ -133,7 +133,7 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
                 layer.forward = _adding(layer)
         yield
     finally:
-        for layer, weight in before:
+        for layer, weight in reversed(before):
             layer.merged_adapters.clear()
             layer.base_layer.weight = weight
             layer.__dict__.pop("forward", None)

@@ -143,13 +143,12 @@ class SharedPromptSampler:
 
     def __call__(self, model: nn.Module, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         """Return one completion per prompt; the model must be prepared, in eval mode, with gradients disabled."""
-        policy = model if is_sharded(model) else unwrap_adapter(model)
 
         def sample(causal_lm: PreTrainedModel) -> list[Completion]:
             with cheap_adapters(causal_lm):
                 return self._sample(causal_lm, prompts, max_tokens)
 
-        return run_wrapped(policy, sample)
+        return run_wrapped(model if is_sharded(model) else unwrap_adapter(model), sample)
 
     def _sample(self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]) -> list[Completion]:
         device, head = causal_lm.device, head_of(causal_lm)

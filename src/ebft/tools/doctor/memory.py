@@ -100,9 +100,9 @@ class Needs:
             elif config.device_map is None:
                 features_on = spare_gpu(here, weights)
         heads = getattr(text, "num_attention_heads", None) or 1
-        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        width = vars(text).get("head_dim") or text.hidden_size // heads  # with getattr, Gemma 4's is an error
         # Keys and values of a token in all layers.
-        cached = 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * width
+        cached = 2 * text.num_hidden_layers * (vars(text).get("num_key_value_heads") or heads) * width
         tokens = self.rows.step_tokens(config)
         layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
         factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS

@@ -43,7 +43,7 @@ from ebft.tools.doctor.run import OptimizerPhase, without_output
 STEP = "loss and backward"  # what is in no other phase of a step
 BEFORE = ("model", "trainer setup")  # phases before the first step
 _GIB = 2**30
-_KERNEL = 10e-6  # seconds that Python needs to start a kernel
+_KERNEL = 26e-6  # seconds that Python needs for a kernel and the views around it, by `benchmarks.kernels`
 _SHORTEST = 128  # tokens of a row that may be halved
 _TIGHT = 0.9  # of the room; more than this is a warning
 _RESERVE = 1.0  # GiB for the CUDA context, the libraries' workspaces and the allocator's gaps
@@ -422,6 +422,8 @@ def _described(plan: StepPlan, config: RunConfig, card: Card) -> Iterator[Check]
     least = floor(plan, card, config)
     if least:
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in least.items())
-        text = f"a step takes at least {max(least.values()):.2f} s ({parts}), by data sheet and 10 µs a kernel"
+        text = f"a step takes at least {max(least.values()):.2f} s ({parts}), by data sheet and 26 µs a kernel"
+        if max(least, key=least.__getitem__) == "kernels" and config.gradient_accumulation_steps > 1:
+            text += "; a larger micro_batch_size with fewer gradient_accumulation_steps needs fewer kernels"
         text += f", and the time of {others / 1e12:,.2f} TFLOP on other devices, which is not known" if others else ""
         yield Check("ok", "time", text)
