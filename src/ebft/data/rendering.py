@@ -245,9 +245,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 # <|im_start|>, <｜User｜>, <|turn>, <turn|>, <start_of_turn>, <s>, [INST]. Words in brackets, as <think>, are text.
-_MARKER = re.compile(
-    r"<[|｜][^>\s]+>|<[^<\s]+[|｜]>|</?[A-Za-z]+(?:_[A-Za-z]+)+>|</?s>|\[/?(?:INST|[A-Z]+(?:_[A-Z]+)+)\]"
-)
+_MARKER = re.compile(r"<[|｜][^>\s]+>|<[^<\s]+[|｜]>|</?[A-Za-z]+_[A-Za-z_]+>|</?s>|\[/?(?:INST|[A-Z]+_[A-Z_]+)\]")
 # Llama 2 and Mistral v1 write [INST] as text, with a space before the closing one; others have tokens for it.
 _AS_TEXT = " [/INST]"
 _USER, _MARKED_REPLY = ({"role": role, "content": f"A {role}"} for role in ("user", "assistant"))
