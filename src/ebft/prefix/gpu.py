@@ -116,30 +116,32 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
     is_exact = dtypes == {torch.float32} and not torch.is_autocast_enabled(causal_lm.device.type)
     size = sum(layer.base_layer.weight.nbytes for layer in layers)
     folds = is_exact and size <= _MOST_MEMORY * _memory(causal_lm.device)
-    before: list[tuple[LoraLinear, nn.Parameter]] = []
     try:
         for layer in layers:
-            weight = layer.base_layer.weight
-            before.append((layer, weight))
-            if folds:
-                folded = weight  # (O, I)
-                for name in _names(layer):
-                    up, down = layer.lora_B[name].weight, layer.lora_A[name].weight  # (O, r), (r, I)
-                    folded = torch.addmm(folded, up, down, alpha=layer.scaling[name])
-                    report_product(weight, up.shape[1])
-                layer.base_layer.weight = nn.Parameter(folded, requires_grad=False)
-                layer.merged_adapters.extend(_names(layer))
-            else:
-                layer.forward = _adding(layer)
+            layer.forward = _folded(layer) if folds else _adding(layer)
         yield
     finally:
-        for layer, weight in reversed(before):
-            layer.merged_adapters.clear()
-            layer.base_layer.weight = weight
+        for layer in layers:
             layer.__dict__.pop("forward", None)
 
 
-def _adding(layer: LoraLinear) -> Callable[..., Tensor]:
+def _folded(layer: LoraLinear) -> Callable[[Tensor], Tensor]:
+    """Return PEFT's forward of a LoRA layer, with the sum of weight and adapters as its weight."""
+    base = layer.base_layer
+    folded = base.weight  # (O, I)
+    for name in _names(layer):
+        up, down = layer.lora_B[name].weight, layer.lora_A[name].weight  # (O, r), (r, I)
+        folded = torch.addmm(folded, up, down, alpha=layer.scaling[name])
+        report_product(base.weight, up.shape[1])
+
+    def forward(x: Tensor) -> Tensor:
+        report_product(base.weight, x.numel() // x.shape[-1])
+        return F.linear(x, folded, base.bias)
+
+    return forward
+
+
+def _adding(layer: LoraLinear) -> Callable[[Tensor], Tensor]:
     """Return PEFT's forward of a LoRA layer, with scaling and sum as part of a product, in the dtype of the weight.
 
     The adapters are thus rounded as with autocast, by far less than the layer's output.
@@ -148,9 +150,7 @@ def _adding(layer: LoraLinear) -> Callable[..., Tensor]:
     weights = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
     rounded = [(down.to(base.weight.dtype), up.to(base.weight.dtype)) for down, up, _ in weights]
 
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:
-            return LoraLinear.forward(layer, x, *args, **kwargs)
+    def forward(x: Tensor) -> Tensor:
         result = base(x)
         rows = result.flatten(0, -2)
         for (of_down, of_up, scaling), (down, up) in zip(weights, rounded):
