@@ -63,7 +63,7 @@ def test_log_probabilities_are_those_of_the_plain_model(family, shared, make, mo
     if shared != "copied":  # as prompts of more than 128 tokens, and on a GPU
         monkeypatch.setattr(decoding, "_SHORT", 0)
         monkeypatch.setattr(decoding, "_GROWTH", 1)
-        monkeypatch.setitem(suffixes._MOST_PADDING, "cpu", HOW[shared])
+        monkeypatch.setitem(suffixes.MOST_PADDING, "cpu", HOW[shared])
     model = tiny_model(family).eval()
     prompts = make()
     limits = [4, 9, 1, 12, 7, 12][: len(prompts)]
