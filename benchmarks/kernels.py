@@ -47,6 +47,7 @@ COMPLETIONS = {"num_generations": 4, "max_completion_length": 16, "temperature":
 STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": COMPLETIONS, "micro_batch_size": 4}
 RUNS = {
     "strided": STRIDED,
+    "strided, 8 rows": STRIDED | {"micro_batch_size": 8},
     "strided LoRA": STRIDED | LORA,
     "structured": STRUCTURED,
     "structured LoRA": STRUCTURED | LORA,
@@ -99,7 +100,7 @@ class CountStep(TrainerCallback):
 
 
 def counts_of_run(name: str, length: int, **changes: Any) -> dict[str, Counts]:
-    """Train the run `name` of RUNS with one document, or prompt with its reference, of `length` tokens per step."""
+    """Train the run `name` of RUNS with documents, or prompts with references, of `length` tokens."""
     with tempfile.TemporaryDirectory() as folder:
         return counts_of_step({**STEPS, **inputs_of_run(Path(folder), length, RUNS[name]), **RUNS[name], **changes})
 
@@ -159,8 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     register()
     torch.set_num_threads(1)
-    names = " ".join(f"{name:>9}" for name in (*PHASES, "other"))
-    print(f"{'kernels of a step':18} {'tokens':>6} {'step':>7} {names}")
+    print(f"{'kernels of a step':18} {'tokens':>6} {'step':>7}", *(f"{name:>9}" for name in (*PHASES, "other")))
     for name in options.runs:
         for length in options.lengths:
             phases = counts_of_run(name, length, torch_dtype=options.dtype)

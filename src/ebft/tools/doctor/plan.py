@@ -43,7 +43,7 @@ from ebft.tools.doctor.run import OptimizerPhase, without_output
 STEP = "loss and backward"  # what is in no other phase of a step
 BEFORE = ("model", "trainer setup")  # phases before the first step
 _GIB = 2**30
-_KERNEL = 26e-6  # seconds that Python needs for a kernel and the views around it, by `benchmarks.kernels`
+_KERNEL = 26e-6  # seconds of Python for a kernel and the views around it: an estimate, not measured on a GPU
 _SHORTEST = 128  # tokens of a row that may be halved
 _TIGHT = 0.9  # of the room; more than this is a warning
 _RESERVE = 1.0  # GiB for the CUDA context, the libraries' workspaces and the allocator's gaps
