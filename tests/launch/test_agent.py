@@ -48,8 +48,12 @@ def test_processes_that_end_well_know_the_command_that_started_them(launched, tm
 
 
 def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup sets to be ignored
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert launched("signals") == 143
+    try:
+        assert launched("signals") == 143
+    finally:
+        signal.signal(signal.SIGHUP, before)
     expected = f"{signal.SIGINT:d} {signal.SIGTERM:d}"  # SIGHUP is passed on as SIGTERM
     assert [(tmp_path / rank).read_text().replace("Signals.", "") for rank in "01"] == [expected] * 2
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
