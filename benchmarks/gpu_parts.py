@@ -171,6 +171,7 @@ def exactness(setting: Setting, report: Report, attention: str | None = None) ->
     """Errors of steps in each precision, beside those of plain passes in the same precision, both against float32."""
     _need_pytest()
     ways = {"two passes": {"single_pass": False}, "single pass": {"single_pass": True}}
+    ways["recorded"] = {"cuda_graphs": True}
     for precision in PRECISIONS:
         for name, options in ways.items() if attention is None else [(attention, {})]:
             _strided_errors(setting, report, precision, f"strided, {name}", options, attention)
@@ -339,7 +340,7 @@ def strided_steps(
 def steps(setting: Setting, report: Report) -> None:
     """Ours alone, by length; full fine-tuning at 1024 tokens."""
     for length in LENGTHS:
-        variants = ("ours single pass", "ours full") if length == 1024 else ("ours single pass",)
+        variants = ("ours single pass", "ours recorded", *(["ours full"] if length == 1024 else []))
         strided_steps(setting, report, length, variants, setting.nothing)
         report.summary(main_steps(report.content["rows"], setting.tokens(1024)))
 
@@ -400,7 +401,8 @@ def marked_tests(setting: Setting, report: Report) -> None:
 def kernels(setting: Setting, report: Report) -> None:
     """What the device does in one strided step, and the lines of the package that wait for it."""
     length = setting.tokens(1024)
-    steps = {"LoRA": {}, "LoRA, single pass": {"single_pass": True}, "full": {"lora_rank": 0}}
+    steps = {"LoRA": {}, "LoRA, single pass": {"single_pass": True}, "LoRA, recorded": {"cuda_graphs": True}}
+    steps |= {"full": {"lora_rank": 0}, "full, recorded": {"lora_rank": 0, "cuda_graphs": True}}
     report.fact(tokens=length)
     for name, options in steps.items():
         side = ours(setting.preset, setting.dtype, length, setting.folder, name, **options)

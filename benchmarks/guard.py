@@ -13,7 +13,7 @@ FLOPs or kernels that fall by 1% are an error too: work that is left out by mist
 
 Kernels and waits are those of a step of `benchmarks.kernels`, which is counted on the pretend device of tests/devices:
 what it starts on an accelerator, and how often it waits for it. 1% more kernels, or one more wait, is an error, which
-names the functions that start or wait for more. Where they cannot be counted, the rest is compared.
+names the functions that start or wait for more; so are 5% more calls of Python functions. Where they cannot be counted, the rest is compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from transformers import TrainerCallback
 
 import ebft
 from benchmarks.flops import flop_counter
-from benchmarks.kernels import LORA, RUNS, STRIDED, counts_of_run, write_inputs
+from benchmarks.kernels import LORA, RUNS, STRIDED, counts_of_run, host_work, write_inputs
 from benchmarks.measuring import machine
 from tests.devices.pretend import Counts, is_possible, register
 
@@ -51,6 +51,7 @@ QUANTITIES = ("flops", "peak_bytes")
 STEP = 3  # first steps allocate optimizer states and import what is imported lazily
 WORDS = 8190
 TOKENS = 512  # of the document of the runs whose kernels are counted
+MORE_CALLS = 0.05
 SHOWN = 8  # functions that are named where kernels or waits changed
 NOT_COUNTED = "Kernels and waits are not counted: there is an accelerator, or this PyTorch cannot pretend one."
 
@@ -84,10 +85,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Launches:
-    """Of one training step on an accelerator: kernels, and waits for the device, by function of the package."""
+    """Of one training step on an accelerator: kernels, and waits for the device, by function of the package.
+
+    calls: of Python functions, see `host_work`.
+    """
 
     kernels: dict[str, int]
     waits: dict[str, int]
+    calls: int = 0
 
 
 class MeasureStep(TrainerCallback):
@@ -184,7 +189,7 @@ def launches(name: str) -> Launches:
     for counts in counts_of_run(name, TOKENS).values():
         total.add(counts)
     kernels, waits = total.by_function()
-    return Launches(dict(sorted(kernels.items())), dict(sorted(waits.items())))
+    return Launches(dict(sorted(kernels.items())), dict(sorted(waits.items())), host_work(name, steps=3)[0])
 
 
 def unmatched(stored: dict[str, Any], now: dict[str, Any], what: str) -> Iterable[str]:
@@ -193,6 +198,14 @@ def unmatched(stored: dict[str, Any], now: dict[str, Any], what: str) -> Iterabl
         yield f"{name}: {what} are stored, but not measured. Measure them, or store the others with --write."
     for name in now.keys() - stored.keys():
         yield f"{name}: no {what} are stored. Store them with --write."
+
+
+def more_calls(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
+    """A line for each run whose host work grew; Python's versions differ by less than `MORE_CALLS`."""
+    for name in (each for each in now if each in stored):
+        before, after = stored[name]["calls"], now[name].calls
+        if after > before * (1 + MORE_CALLS):
+            yield f"{name}: calls of Python functions grew from {before:,} to {after:,}."
 
 
 def changed_launches(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
@@ -253,7 +266,8 @@ def main(
         passed += [f"FLOPs did not change by {TOLERANCE:.0%}, and peak memory did not grow by it."]
     if starts:
         problems += [*unmatched(known_starts, starts, "kernels"), *changed_launches(known_starts, starts)]
-        passed += [f"Kernels did not change by more than {TOLERANCE:.0%}, and no wait was added."]
+        problems += more_calls(known_starts, starts)
+        passed += [f"Kernels did not change by more than {TOLERANCE:.0%}, and neither waits nor host work were added."]
     else:
         passed += ["Kernels and waits were not compared."]
     for name in starts.keys() & known_starts.keys():
@@ -269,7 +283,7 @@ def all_launches(counted: Callable[[str], Launches], stored: dict[str, dict[str,
     if not is_possible():
         print(NOT_COUNTED)
         return {}
-    print(f"{'one step':16} {'kernels':>9} {'':>7} {'waits':>9} {'':>7}")
+    print(f"{'one step':22} {'kernels':>9} {'':>7} {'waits':>9} {'':>7} {'calls':>9}")
     found = {}
     for name in RUNS:
         found[name] = counted(name)
@@ -277,7 +291,7 @@ def all_launches(counted: Callable[[str], Launches], stored: dict[str, dict[str,
         for quantity in ("kernels", "waits"):
             after, before = sum(getattr(found[name], quantity).values()), stored.get(name, {}).get(quantity)
             columns += [f"{after:9,}", f"{'' if before is None else f'{after - sum(before.values()):+,}':>7}"]
-        print(f"{name:16} {' '.join(columns)}".rstrip(), flush=True)
+        print(f"{name:22} {' '.join(columns)} {found[name].calls:9,}", flush=True)
     return found
 
 

@@ -2,11 +2,16 @@
 
     python -m benchmarks.kernels                            # strided, one document of 512, 1024 and 2048 tokens
     python -m benchmarks.kernels --lengths 1024 --lines 20  # also the lines that start most
+    python -m benchmarks.kernels --host                     # what the processor takes to start them
 
 Trains a small random Llama of 16 layers with `ebft.train` on the device of tests/devices/pretend.py, on which the code
 takes the branches that a GPU takes (separate passes for sampling and training, a fused optimizer). The second step is
 counted, from the end of the first to its own end. Kernels depend on the number of layers, not on their width; each of
-them costs 5 to 15 µs to launch from Python, however small it is.
+them costs time to launch from Python, however small it is. Recorded passes (`ebft.cuda_graphs`) are one kernel.
+
+`--host` trains on the CPU on the same branches with documents of 64 tokens, whose arithmetic takes little, and prints
+the calls of Python functions in a step, the time of the fastest of seven steps, and its ratio to 10,000 additions of
+eight numbers. A recorded pass is computed once and repeated for nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ import io
 import json
 import sys
 import tempfile
+import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,10 +38,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 import ebft
+import ebft.prefix.cpu
+import ebft.run.trainer
 import ebft.strided.trainer
 from ebft import FeatureMatchingReward
+from ebft.prefix import gpu
 from ebft.structured.grpo import RolloutGRPOTrainer
 from ebft.structured.rollouts.local import SharedPromptSampler
+from tests.devices.recording import PretendRecording
 from tests.devices.pretend import Counts, pretend_device, record, register
 
 LAYERS, WORDS, ANSWER = 16, 510, 32
@@ -43,14 +54,18 @@ STEPS |= {"log_rollouts": "none"}  # as most steps of a long run, which store no
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 BLOCKS = {"stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", **BLOCKS}}
+RECORDED = {"rl": "ebft", "ebft": {"mode": "strided", "cuda_graphs": True, **BLOCKS}}
 COMPLETIONS = {"num_generations": 4, "max_completion_length": 16, "temperature": 1.0}
 STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": COMPLETIONS, "micro_batch_size": 4}
 RUNS = {
     "strided": STRIDED,
     "strided, 8 rows": STRIDED | {"micro_batch_size": 8},
     "strided LoRA": STRIDED | LORA,
+    "strided, recorded": RECORDED,
+    "strided LoRA, recorded": RECORDED | LORA,
     "structured": STRUCTURED,
     "structured LoRA": STRUCTURED | LORA,
+    "structured, recorded": STRUCTURED | {"ebft": {"mode": "structured", "cuda_graphs": True}},
 }
 # Functions that are a phase of the step, by where they are looked up; all else is "other".
 PHASES: dict[str, list[tuple[Any, str]]] = {
@@ -99,6 +114,15 @@ class CountStep(TrainerCallback):
         return watched
 
 
+@contextmanager
+def silence() -> Iterator[None]:
+    """Inside the block, nothing is printed."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def counts_of_run(name: str, length: int, **changes: Any) -> dict[str, Counts]:
     """Train the run `name` of RUNS with documents, or prompts with references, of `length` tokens."""
     with tempfile.TemporaryDirectory() as folder:
@@ -111,11 +135,57 @@ def counts_of_step(keys: dict[str, Any]) -> dict[str, Counts]:
     with ExitStack() as during:
         during.enter_context(pretend_device())
         during.enter_context(step.watching())
-        during.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        during.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        during.enter_context(warnings.catch_warnings(action="ignore"))
+        during.enter_context(patch.object(gpu, "can_record", lambda device: True))
+        during.enter_context(patch.object(gpu, "Recording", PretendRecording))
+        during.enter_context(silence())
         ebft.train(ebft.RunConfig.from_dict(keys))
     return step.phases
+
+
+class Host(TrainerCallback):
+    """Seconds of all steps but the first and the last, and the calls of Python functions in the last one."""
+
+    def __init__(self, steps: int) -> None:
+        self.seconds: list[float] = []
+        self.calls, self._steps = 0, steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._steps - 1:
+            sys.setprofile(self._count)
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        sys.setprofile(None)
+        if 1 < state.global_step < self._steps:
+            self.seconds.append(time.perf_counter() - self._start)
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += event == "call"
+
+
+class ForNothing:
+    """A recording that is computed once."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.replay = lambda result=function(): result
+
+
+def host_work(name: str, steps: int = 9) -> tuple[int, float, float]:
+    """Calls of Python functions in a step of a run, its seconds, and their ratio to the yardstick's."""
+    host, run, small = Host(steps), RUNS[name], torch.ones(8)
+    changes = [(gpu, "is_accelerator", lambda device: True), (gpu, "_memory", lambda device: 2**33)]
+    changes += [(gpu, "can_record", lambda device: True), (gpu, "Recording", ForNothing)]
+    changes += [(ebft.run.trainer, "ProgressBar", host), (ebft.prefix.cpu, "_onednn_is_faster", lambda: False)]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as during:
+        keys = {**STEPS, **inputs_of_run(Path(folder), 64, run), **run, "max_steps": steps}
+        if run["ebft"]["mode"] == "strided":
+            keys["ebft"] = {**keys["ebft"], "single_pass": False, "merge_rollouts": False}
+        for change in changes:
+            during.enter_context(patch.object(*change))
+        during.enter_context(silence())
+        ebft.train(ebft.RunConfig.from_dict(keys))
+    yardstick = min(timeit.repeat(lambda: small + small, number=10_000, repeat=9))
+    return host.calls, min(host.seconds), min(host.seconds) / yardstick
 
 
 def inputs_of_run(folder: Path, length: int, run: dict[str, Any]) -> dict[str, Any]:
@@ -157,15 +227,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", choices=RUNS, nargs="+", default=["strided", "strided LoRA"], help="what is trained")
     parser.add_argument("--lines", type=int, default=0, help="print the lines that start most kernels, by phase")
     parser.add_argument("--dtype", default="float32", help="torch_dtype of the model")
+    parser.add_argument("--host", action="store_true", help="measure what the processor does instead")
     options = parser.parse_args(arguments)
-    register()
     torch.set_num_threads(1)
-    print(f"{'kernels of a step':18} {'tokens':>6} {'step':>7}", *(f"{name:>9}" for name in (*PHASES, "other")))
+    if options.host:
+        print(f"{'host work of a step':22} {'calls':>8} {'seconds':>8} {'ratio':>6}")
+        for name in options.runs:
+            calls, seconds, ratio = host_work(name)
+            print(f"{name:22} {calls:8,} {seconds:8.3f} {ratio:6.1f}", flush=True)
+        return 0
+    register()
+    print(f"{'kernels of a step':22} {'tokens':>6} {'step':>7}", *(f"{name:>9}" for name in (*PHASES, "other")))
     for name in options.runs:
         for length in options.lengths:
             phases = counts_of_run(name, length, torch_dtype=options.dtype)
             kernels = [sum(counts.kernels.values()) for counts in phases.values()]
-            print(f"{name:18} {length:6} {sum(kernels):7,} " + " ".join(f"{count:9,}" for count in kernels), flush=True)
+            print(f"{name:22} {length:6} {sum(kernels):7,} " + " ".join(f"{count:9,}" for count in kernels), flush=True)
             for phase, counts in phases.items():
                 for line, count in counts.kernels.most_common(options.lines):
                     print(f"{phase:>25} {count:7,} {line}")

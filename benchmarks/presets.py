@@ -70,6 +70,7 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
     if name == "1b":
         # The published trainer fails with an adapter in float32.
         ways = {"ours flex": {"attention": "flex_attention"}, "ours single pass": {"single_pass": True}}
+        ways["ours recorded"] = {"cuda_graphs": True}
         ways["ours full"] = {"lora_rank": 0}
         return Preset("1b", llama(2048, 8192, 16, 32, 8, 128256), 16, ("bfloat16",), (1024, 2048), (), ways)
     if name == "smollm2":

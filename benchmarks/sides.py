@@ -72,14 +72,15 @@ def ours(
     folder: Path,
     name: str = "ours",
     attention: str | None = None,
-    single_pass: bool | None = None,
-    merge_rollouts: bool | None = None,
     lora_rank: int | None = None,
     is_mixed: bool | None = None,
+    **passes: bool | None,
 ) -> Side:
-    """Our trainer around the model; `is_mixed`: mixed precision, which bfloat16 weights have unless told otherwise."""
+    """Our trainer around the model; `is_mixed`: mixed precision, which bfloat16 weights have unless told otherwise.
+
+    passes: options of the trainer, such as `single_pass`.
+    """
     preset = preset if lora_rank is None else replace(preset, lora_rank=lora_rank)
-    passes = {"single_pass": single_pass, "merge_rollouts": merge_rollouts}
     arguments = _arguments(folder, dtype)
     arguments["bf16"] = arguments["bf16"] if is_mixed is None else is_mixed
     args = StridedEBFTConfig(**arguments, **copy.deepcopy(OPTIONS), **passes)

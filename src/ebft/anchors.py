@@ -18,7 +18,7 @@ import numpy as np
 class BlockOptions:
     """Where the blocks of documents are, what is sampled at each, and how; `ebft.config.options` describes the fields.
 
-    `merge_rollouts` None: on CPU only. `end_ids`: the tokens that end a text and a rollout; empty with `stop_at_end`
+    `merge_rollouts` None: on CPU only. `cuda_graphs`: where possible. `end_ids`: the tokens that end a text and a rollout; empty with `stop_at_end`
     false. `max_length`: the number of tokens at which longer documents were cut, None if none was cut.
     `vocabulary`: ids from this one on are not sampled.
     """
@@ -29,6 +29,7 @@ class BlockOptions:
     n_samples_per_prompt: int
     min_completion_prefix: int = 0
     merge_rollouts: bool | None = None
+    cuda_graphs: bool = False
     end_ids: tuple[int, ...] = ()
     max_length: int | None = None
     vocabulary: int | None = None
@@ -43,6 +44,7 @@ class BlockOptions:
             n_samples_per_prompt=options.n_samples_per_prompt,
             min_completion_prefix=options.min_completion_prefix,
             merge_rollouts=options.merge_rollouts,
+            cuda_graphs=options.cuda_graphs,
             end_ids=tuple(sorted(end_ids)) if options.stop_at_end else (),
             max_length=max_length,
         )

@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 
 from ebft.config import rules
 from ebft.errors import ModelError
-from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, frozen_copy, unwrap_adapter
+from ebft.models.causal_lm import (
+    decoder_layers,
+    evaluating,
+    first_layers,
+    frozen_copy,
+    unwrap_adapter,
+    without_adapter,
+)
 from ebft.models.load import spare_gpu
 from ebft.printed import say
 
@@ -159,7 +166,7 @@ class FeatureNetwork:
     @contextmanager
     def frozen(self) -> Iterator[nn.Module]:
         """Yield the network as a language model, in eval mode, without gradients, with its adapter disabled."""
-        with evaluating(self._model), self._model.disable_adapter() if self.shares_weights else nullcontext():
+        with evaluating(self._model), without_adapter(self._model) if self.shares_weights else nullcontext():
             yield self._model
 
 

@@ -11,7 +11,8 @@ from benchmarks.kernels import RUNS
 from tests.devices.pretend import is_possible
 
 COSTS = {name: Cost(1000 + index, 2000 + index, 1.0) for index, name in enumerate(METHODS)}
-COUNTS = {name: Launches({"a.py f": 900, "b.py g": 100}, {"a.py f: nonzero": 2, "b.py g: item": 1}) for name in RUNS}
+STARTS = {"a.py f": 900, "b.py g": 100}, {"a.py f: nonzero": 2, "b.py g: item": 1}
+COUNTS = {name: Launches(*STARTS, calls=100) for name in RUNS}
 
 
 @pytest.fixture
@@ -69,6 +70,7 @@ def test_other_kernels_and_more_waits_fail_and_name_their_functions(stored, caps
     for others in ({}, kernels | {"a.py f": float("nan")}):
         assert guard(stored, counts=Launches(others, waits)) == 1
     assert guard(stored, counts=Launches(kernels, waits | {"a.py f: nonzero": 3})) == 1
+    assert [guard(stored, counts=Launches(kernels, waits, calls)) for calls in (90, 105, 106)] == [0, 0, 1]
     assert (
         "strided: waits grew from 3 to 4, in these functions:\n    a.py f: nonzero: 2 -> 3" in capsys.readouterr().out
     )

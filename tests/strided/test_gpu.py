@@ -21,8 +21,8 @@ from tests.strided.oracle import options_of, oracle_step
 from tests.strided.test_exactness import BASE, ENDS, compare, unequal_batch, with_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-# The three ways to a gradient: tiles in a second forward, tiles in the pass that sampled, the compiled kernel.
-WAYS = {"tiles": {}, "single pass": {"single_pass": True}, "flex": {}}
+# The ways to a gradient: tiles in a second forward, tiles in the pass that sampled, the compiled kernel, CUDA graphs.
+WAYS = {"tiles": {}, "single pass": {"single_pass": True}, "flex": {}, "recorded": {"cuda_graphs": True}}
 MATRIX = lambda *families: pytest.mark.parametrize(("family", "way"), [(f, way) for f in families for way in WAYS])
 
 

@@ -11,14 +11,16 @@ from transformers import PreTrainedTokenizerFast
 
 from ebft import StridedEBFTTrainer
 from ebft.anchors import BlockOptions
+from ebft.prefix import gpu
 from ebft.prefix.forward import prepare
 from ebft.prefix.sampling import Truncation, sample_tokens
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.passes import RolloutTree
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
+from tests.devices.recording import PretendRecording, pretend_recordings
 from tests.strided.families import tiny_model
 from tests.strided.oracle import distribution, plain_logits
-from tests.strided.test_exactness import ENDS, make_trainer, unequal_batch
+from tests.strided.test_exactness import ENDS, ON_ACCELERATORS, lora_targets, make_trainer, unequal_batch, with_lora
 
 
 @torch.no_grad()
@@ -102,6 +104,29 @@ def test_sampling_inverts_the_cumulative_sum(vocabulary):
     probabilities = torch.randn(4, vocabulary, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
     noise = torch.rand(4, 200, generator=generator, dtype=torch.float64)
     assert sample_tokens(probabilities, noise).equal(torch.searchsorted(probabilities.cumsum(-1), noise, right=True))
+
+
+@pytest.mark.first(2)
+@pytest.mark.usefixtures("without_parity_check")
+@pytest.mark.parametrize(("family", "recorded"), [("llama", True), ("mistral", False), ("gpt2", True), ("qwen3_5_text", False)])
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_recorded_step_is_the_step(family, recorded, adapter, tmp_path, monkeypatch):
+    """Loss, gradients and counted FLOPs are the same, with rollouts in parts; windows and states are not recorded."""
+    pretend_recordings(monkeypatch)
+    monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(gpu, "_memory", lambda device: 2**30)
+    found = []
+    for graphs in (False, True):
+        model = tiny_model(family, seed=5)
+        model = with_lora(model, target_modules=lora_targets(family)) if adapter else model
+        trainer = make_trainer(model, tmp_path, cuda_graphs=graphs, generate_max_len=5, rollout_tokens_per_pass=75, **ON_ACCELERATORS)
+        with trainer.budget.meter.watching([model]), trainer.budget.meter.counting():
+            loss, out = trainer.compute_loss(trainer.model, unequal_batch(2)[0], return_outputs=True)
+            loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append((loss, out.rollouts, trainer.budget.meter.flops, *grads))
+    torch.testing.assert_close(*found)
+    assert PretendRecording.replays == 3 * PretendRecording.count and (PretendRecording.count > 1) == recorded
 
 
 def documents_of(*rows):

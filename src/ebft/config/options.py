@@ -88,8 +88,19 @@ class RolloutLogOption:
 
 @with_help
 @dataclass
-class SharedPrefixOption:
-    """Option of the trainers of full completions."""
+class CudaGraphsOption:
+    """Option of the trainers that sample in the training process."""
+
+    cuda_graphs: bool = False
+    """On CUDA, record the kernels that sample a token of all rollouts as a CUDA graph, and start them together for each
+    further token. Without effect with FSDP2, ZeRO-3 or shared_prefix: false; in strided mode also with merge_rollouts
+    and for models with sliding windows or running states. Experimental: not yet compared on a GPU (`make gpu` does)."""
+
+
+@with_help
+@dataclass
+class SharedPrefixOption(CudaGraphsOption):
+    """Options of the trainers of full completions."""
 
     shared_prefix: bool = True
     """Full completions: compute each prompt once for all its completions and its reference, in sampling and in the
@@ -117,7 +128,7 @@ class FeatureOptions(RewardOptions, DropoutOption):
 
 @with_help
 @dataclass
-class StridedOptions(FeatureOptions):
+class StridedOptions(FeatureOptions, CudaGraphsOption):
     """Options of the strided trainer, in addition to the usual training arguments."""
 
     stride: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 8

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from accelerate import PartialState
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import distributed, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -96,14 +98,33 @@ def first_layers(causal_lm: PreTrainedModel, count: int) -> Iterator[nn.ModuleLi
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Context manager for eval mode without gradients; restores the previous mode of every module afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    training = [vars(module) for module in model.modules() if module.training]
     try:
+        for attributes in training:  # not by `setattr`, which looks for a parameter of this name first
+            attributes["training"] = False
         with torch.no_grad():
             yield
     finally:
-        for module in training:
-            module.training = True
+        for attributes in training:
+            attributes["training"] = True
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Context manager in which the adapters of a PEFT model are disabled, without gradients.
+
+    As `PeftModel.disable_adapter`, which also inspects all layers for its warnings, and freezes their parameters.
+    """
+    layers = [each for each in model.modules() if isinstance(each, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    enabled = [layer for layer in layers if not layer.disable_adapters]
+    with nullcontext() if layers else model.disable_adapter():
+        try:
+            for layer in enabled:
+                layer._disable_adapters = True
+            yield
+        finally:
+            for layer in enabled:
+                layer._disable_adapters = False
 
 
 class WithoutHooks(nn.Module):
@@ -142,14 +163,22 @@ def frozen_copy(model: nn.Module) -> PreTrainedModel:
     return frozen
 
 
-# What counts products hooks into modules. These functions tell it of products that no module computes.
-observers: list[Callable[[torch.Tensor, int], None]] = []  # functions of a weight (O, I) and a number of rows
+# What counts products by hooks of modules, such as `FlopMeter`, and is told here of others.
+observers: list[Any] = []
 
 
 def report_product(weight: torch.Tensor, rows: int) -> None:
-    """Call the observers for `rows` rows that were multiplied with a weight outside of its module."""
-    for observe in observers:
-        observe(weight, rows)
+    """Tell the observers of `rows` rows that were multiplied with a weight outside of its module."""
+    for observer in observers:
+        observer.count_product(weight, rows)
+
+
+@contextmanager
+def recorded_products() -> Iterator[Callable[[], None]]:
+    """Context manager whose products are recorded; the function that it gives tells the observers of one repetition."""
+    with ExitStack() as during:
+        reports = [during.enter_context(observer.recording()) for observer in observers]
+        yield lambda: [report() for report in reports] and None
 
 
 def mark_reused(output: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,18 +124,26 @@ class FlopMeter:
             count = lambda _, *call, head=head: self._count(head, *call)
             hooks.append(without_hooks(head).register_forward_hook(count, with_kwargs=True))
         hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
-        weights = {id(weight) for module in modules.values() for weight in module.parameters(recurse=False)}
-
-        def count_product(weight: Tensor, rows: int) -> None:
-            self._add(2 * weight.numel() * rows if id(weight) in weights else 0)
-
-        observers.append(count_product)
+        self._weights = {id(weight) for module in modules.values() for weight in module.parameters(recurse=False)}
+        observers.append(self)
         try:
             yield
         finally:
-            observers.remove(count_product)
+            observers.remove(self)
             for hook in hooks:
                 hook.remove()
+
+    def count_product(self, weight: Tensor, rows: int) -> None:
+        """Count a product that no watched module computes with its weight (O, I)."""
+        self._add(2 * weight.numel() * rows if id(weight) in self._weights else 0)
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], None]]:
+        """Context manager in which nothing is counted; the function that it gives counts it, once for each call."""
+        before, recorded = self.flops, []
+        yield lambda: self._add(sum(recorded))
+        recorded.append(self.flops - before)
+        self.flops = before
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:

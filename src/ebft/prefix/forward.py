@@ -106,18 +106,15 @@ def prepare(model: nn.Module, may_run_rows: bool = False) -> PreTrainedModel:
     Raises ModelError for architectures that cannot share a prefix, unless `may_run_rows`, see `run_as_rows`.
     """
     causal_lm = unwrap_adapter(model)
-    if not may_run_rows:
-        check_supported(causal_lm)
     take_programs(causal_lm)
-    if may_run_rows and way_of(causal_lm) != ROWS:
-        try:
-            check_supported(causal_lm)
-        except ModelError as error:
-            run_as_rows(causal_lm, error)
-    if may_run_rows and way_of(causal_lm) == ROWS:
+    if "has_prefix_passes" in causal_lm.__dict__ or (may_run_rows and way_of(causal_lm) == ROWS):
         return causal_lm
-    if "has_prefix_passes" in causal_lm.__dict__:
-        return causal_lm
+    try:
+        check_supported(causal_lm)
+    except ModelError as error:
+        if not may_run_rows:
+            raise
+        return run_as_rows(causal_lm, error)
     causal_lm.has_prefix_passes = True
     for module in backbone_of(causal_lm).modules():
         if hasattr(module, "config"):  # modules that read the attention implementation: backbone and attention
@@ -253,9 +250,10 @@ def head_of(causal_lm: PreTrainedModel) -> Head:
 
     Only linear layers with 16-bit inputs differ: their results are in float32, see `ebft.prefix.logps.head_linear`.
     """
-    of_backbone = {id(parameter) for parameter in backbone_of(causal_lm).parameters()}
-    own = [parameter for parameter in causal_lm.parameters() if id(parameter) not in of_backbone]
+    name = backbone_name(causal_lm)
+    own = [each for child, module in causal_lm.named_children() if child != name for each in module.parameters()]
     tied = causal_lm.get_output_embeddings().parameters()  # may be shared with the backbone's token embeddings
+    own += causal_lm.parameters(recurse=False)
     trained = {id(parameter): parameter for parameter in (*own, *tied) if parameter.requires_grad}
     output, linear, results = causal_lm.get_output_embeddings(), None, Float32Results()
     if causal_lm.has_linear_head and _is_plain(causal_lm) and trained.keys() <= {id(output.weight), id(output.bias)}:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ebft.models.causal_lm import PLAIN, report_product
+from ebft.models.causal_lm import PLAIN, recorded_products, report_product
 from ebft.models.sharding import is_sharded
 from ebft.transformers_internals import apply_rotary_pos_emb, rms_norm_of_llama, rotate_half
 
@@ -93,6 +93,43 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
         rotated = product + turned * table
     query, key = rotated.split([q.shape[1], k.shape[1]], 1)
     return query, key
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether `Recording` is possible on the device."""
+    return device.type == "cuda"
+
+
+class Recording:
+    """What a function without arguments computes, as a CUDA graph: each `replay` reads and writes the same memory.
+
+    The function must not read values on the host, and its kernels must have run before.
+    """
+
+    _last: torch.cuda.CUDAGraph | None = None  # its memory is used again; only one recording is in use at a time
+    _stream: torch.cuda.Stream | None = None
+
+    def __init__(self, function: Callable[[], Tensor]):
+        kind, current = Recording, torch.cuda.current_stream()
+        kind._stream = kind._stream or torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which collects garbage and gives all memory back before it records.
+        kind._stream.wait_stream(current)
+        with torch.cuda.stream(kind._stream), recorded_products() as self._report:
+            # Other threads, which load data or wait for other processes, may call CUDA meanwhile.
+            graph.capture_begin(pool=kind._last and kind._last.pool(), capture_error_mode="thread_local")
+            try:
+                self._result = function()
+            finally:
+                graph.capture_end()
+        current.wait_stream(kind._stream)
+        kind._last = self._graph = graph
+
+    def replay(self) -> Tensor:
+        """Compute the function and return its result, valid until the next call."""
+        self._graph.replay()
+        self._report()
+        return self._result
 
 
 # Adapters are folded if the sums of weights and adapters take at most this share of the device's memory.

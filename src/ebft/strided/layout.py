@@ -188,7 +188,7 @@ class StridedLayout:
 
     `spans[d]` is the (start, end) of document d among the S tokens; `anchors[d]` lists the anchors of its blocks and
     is empty if the document is too short for a block. `merge_rollouts`: whether tokens that rollouts of a block begin
-    with in common are computed once. `end_ids`: the tokens that end a text and a rollout. `vocabulary`: as in
+    with in common are computed once. `cuda_graphs`: as in `BlockOptions`. `end_ids`: the tokens that end a text and a rollout. `vocabulary`: as in
     `BlockOptions`. Tensors returned to users are (B, N, NB, ...), see `for_users`.
     """
 
@@ -198,6 +198,7 @@ class StridedLayout:
     generate_max_len: int
     merge_rollouts: bool
     device: torch.device
+    cuda_graphs: bool = False
     end_ids: tuple[int, ...] = ()
     vocabulary: int | None = None
 
@@ -223,7 +224,7 @@ class StridedLayout:
         device = documents.device
         merge = device.type == "cpu" if options.merge_rollouts is None else options.merge_rollouts
         sizes = options.n_samples_per_prompt, options.generate_max_len
-        return cls(spans, anchors, *sizes, merge, device, options.end_ids, options.vocabulary)
+        return cls(spans, anchors, *sizes, merge, device, options.cuda_graphs, options.end_ids, options.vocabulary)
 
     def to(self, device: torch.device | str) -> StridedLayout:
         """Return the same layout on another device."""

@@ -31,12 +31,12 @@ class Level:
     """The nodes (C,) of one length: last token, block, and the step, which is the position of tokens in their rollout.
 
     parent (C,): the node of the level before that each continues, None if all continue the node of the same number.
-    node (R,): the node of each rollout.
+    node (R,): the node of each rollout. step is a tensor (1,) in a pass that is recorded once for several steps.
     """
 
     tokens: Tensor
     block: Tensor
-    step: int
+    step: int | Tensor
     parent: Tensor | None
     node: Tensor
 
@@ -373,8 +373,11 @@ def _cached(run, call, key, value):
         return (document_key, document_value), own
     if not own:  # room for all steps; the last token of a rollout is never read
         steps = run.layout.generate_max_len - 1
-        own = [x.new_empty(*x.shape[:2], steps, x.shape[2]) for x in newest]
+        own = [x.new_zeros(*x.shape[:2], steps, x.shape[2]) for x in newest]
         run.cache[call] = (document_key, document_value, *own)
+    if isinstance(step, Tensor):
+        own = [cached.index_copy_(2, step, x.unsqueeze(2)) for cached, x in zip(own, newest)]
+        return (document_key, document_value), own
     for cached, x in zip(own, newest):
         cached[:, :, step] = x
     return (document_key, document_value), [x[:, :, : step + 1] for x in own]
@@ -432,30 +435,32 @@ def _node_tiles(
     """
     nodes, is_decode = run.nodes, isinstance(run.nodes, Level)
 
-    def make() -> tuple[list[Tile | BatchedTiles], Tensor | None]:
-        tiles = batch_tiles(list(_tiles(run, pattern, *heads)), heads[1] if batches else None)
-        hidden = None  # the own keys of a level are tokens that it continues; a causal pattern masks none
-        if not (is_decode and pattern.is_causal):  # own keys that are later tokens, or masked by the pattern: (C, U)
-            block, step = _by_block(run)
-            anchor, key_step = run.layout.block_anchors[block, None], torch.arange(num_keys, device=block.device)
-            step = step if isinstance(step, int) else step[:, None]
-            hidden = key_step > step
-            if not pattern.is_causal:
-                hidden = hidden | ~pattern.allowed(anchor + step, anchor + key_step)
-            hidden = hidden.repeat_interleave(heads[0], 0)
-        return tiles, hidden
+    def make_tiles() -> list[Tile | BatchedTiles]:
+        return batch_tiles(list(_tiles(run, pattern, *heads)), heads[1] if batches else None)
 
-    name = ("nodes", heads, batches, num_keys)
+    def make_hidden() -> Tensor | None:
+        block, step = _by_block(run)
+        if is_decode and pattern.is_causal and isinstance(step, int):
+            return None  # the own keys of a level are tokens that it continues
+        # Own keys that are later tokens, or masked by the pattern: (C, U)
+        anchor, key_step = run.layout.block_anchors[block, None], torch.arange(num_keys, device=block.device)
+        step = step[:, None] if isinstance(nodes, Nodes) else step
+        hidden = (key_step > step).expand(len(block), -1)
+        if not pattern.is_causal:
+            hidden = hidden | ~pattern.allowed(anchor + step, anchor + key_step)
+        return hidden.repeat_interleave(heads[0], 0)
+
     if is_decode and pattern.is_causal and nodes.parent is None and not run.layout.merge_rollouts:
         # The prefix that each rollout attends to is the same in all steps.
-        if name[:3] not in run.kept:
-            run.kept[name[:3]] = make()
-        return run.kept[name[:3]]
-    return pattern.keep(name, make)
+        tiles = run.kept[heads, batches] = run.kept.get((heads, batches)) or make_tiles()
+    else:
+        run.kept["moves"] = True
+        tiles = pattern.keep(("tiles", heads, batches), make_tiles)
+    return tiles, pattern.keep(("hidden", heads, num_keys), make_hidden)
 
 
 def _by_block(run: StridedPass) -> tuple[Tensor, Tensor | int]:
-    """Return block and step of the pass's nodes, ordered by block: (C,) each, or one step for all."""
+    """Return block and step of the pass's nodes, ordered by block: (C,) each, or one step for all nodes of a level."""
     nodes = run.nodes
     if isinstance(nodes, Level):
         return nodes.block, nodes.step

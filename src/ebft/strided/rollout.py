@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.machine import copy_to
+from ebft.models.sharding import is_sharded
+from ebft.prefix import gpu
 from ebft.prefix.cpu import ActivationReuse
-from ebft.prefix.forward import backbone_states, check_length, head_of, run_wrapped
-from ebft.prefix.gpu import cheap_adapters
+from ebft.prefix.forward import ATTENTION, backbone_states, check_length, head_of, run_wrapped, way_of
 from ebft.prefix.logps import Scored, choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
 from ebft.strided.layout import Documents, Part, StridedLayout, split
@@ -69,7 +71,7 @@ def sample_rollouts(
 
     def roll_out(causal_lm: PreTrainedModel) -> tuple[Tensor | None, ...]:
         check_length(causal_lm, int(documents.lengths.max()))
-        with cheap_adapters(causal_lm):
+        with gpu.cheap_adapters(causal_lm):
             sampled = [
                 _sample_part(causal_lm, part, temperature, truncation, noise[part.blocks], text_gradient)
                 for part in parts
@@ -145,12 +147,24 @@ class BlockSampler:
         prefill = self.forward_pass(None, None if reuse is None else reuse.of_documents())
         text = backbone_states(self.causal_lm, self.part.documents.tokens, prefill)
         self._draw(self.before(text), noise[0])
-        for of_step in noise[1:]:
-            level = self.tree.levels[-1]
+
+        def decode(level: Level) -> Tensor:
             reused = None if reuse is None else reuse.of_step(len(level.tokens))
-            step = self.forward_pass(level, reused, prefill)
-            self._draw(backbone_states(self.causal_lm, level.tokens, step), of_step)
+            return backbone_states(self.causal_lm, level.tokens, self.forward_pass(level, reused, prefill))
+
+        recorded, may_record = None, reuse is None and self._may_record()
+        for number, of_step in enumerate(noise[1:]):
+            level = self.tree.levels[-1]
+            # The first pass, which runs as usual, makes the tiles. With sliding windows, every pass makes its own.
+            if number == 1 and may_record and "moves" not in prefill.kept:
+                recorded = RecordedStep(decode, level)
+            self._draw(decode(level) if recorded is None else recorded(level), of_step)
         return text
+
+    def _may_record(self) -> bool:
+        layout, causal_lm = self.part.layout, self.causal_lm
+        is_possible = gpu.can_record(layout.device) and way_of(causal_lm) == ATTENTION and not is_sharded(causal_lm)
+        return layout.cuda_graphs and not layout.merge_rollouts and is_possible
 
     def forward_pass(self, nodes: Level | Nodes | None, reuse: Any, prefill: StridedPass | None = None) -> StridedPass:
         """Return a pass over the part's documents, over a level of rollouts after the `prefill`, or over both."""
@@ -196,6 +210,21 @@ class BlockSampler:
             found.append(with_gradient(of_group, scored, self.head, self.temperature, self.truncation))
         columns = max(x.shape[1] for x in found)
         return torch.cat([F.pad(x, (0, columns - x.shape[1])) for x in found])
+
+
+class RecordedStep:
+    """A decode pass that is recorded once, and repeated for levels of as many nodes."""
+
+    def __init__(self, decode: Callable[[Level], Tensor], level: Level):
+        step = torch.full((1,), level.step, device=level.tokens.device)
+        self._level = replace(level, tokens=level.tokens.clone(), step=step)
+        self._recording = gpu.Recording(lambda: decode(self._level))
+
+    def __call__(self, level: Level) -> Tensor:
+        """Return the states (C, D) of a level's tokens, valid until the next call."""
+        self._level.tokens.copy_(level.tokens)
+        self._level.step.fill_(level.step)
+        return self._recording.replay()
 
 
 class DocumentNoise:

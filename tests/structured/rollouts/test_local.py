@@ -9,6 +9,7 @@ from ebft.prefix.forward import prepare
 from ebft.structured.rollouts import client, local
 from ebft.structured.rollouts.local import Generator, HFBackend, SharedPromptSampler
 from ebft.structured.rollouts.turns import Sampling
+from tests.devices.recording import PretendRecording, pretend_recordings
 from tests.prefix.test_logps import truncated
 from tests.strided.families import FAMILIES, VOCAB, tiny_model
 from tests.structured import oracle
@@ -30,14 +31,14 @@ def later_turns():
     return [prompt + ids(n) for prompt, n in zip(prompts, (4, 1, 7, 3, 3))]
 
 
-HOW = {"prompt by prompt": 0.0, "batched": 10.0}  # the most padding
+HOW = {"prompt by prompt": 0.0, "batched": 10.0, "recorded": 0.0}  # the most padding
 PAIRS = lambda: [contexts()[index] for index in (0, 0, 3, 3, 4, 4)]
 
 
 def sample(model, prompts, limits, *, shared=True, **sampling):
     prepare(model)
     sampling = Sampling(**{"temperature": 0.7, **sampling})
-    sampler = SharedPromptSampler(sampling) if shared else Generator(sampling, pad_token_id=0)
+    sampler = SharedPromptSampler(sampling, cuda_graphs=True) if shared else Generator(sampling, pad_token_id=0)
     with evaluating(model):
         return sampler(model, prompts, limits)
 
@@ -55,6 +56,7 @@ def test_ids_beyond_the_tokenizer_are_not_sampled(shared, temperature):
 
 @pytest.mark.first(20)
 @pytest.mark.parametrize(("family", "shared", "make"), [
+    ("llama", "recorded", contexts), ("gemma2", "recorded", contexts), ("gpt_oss", "recorded", later_turns),
     *((family, "copied", make) for family in FAMILIES for make in (contexts, later_turns)),
     *((family, *how) for family in ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2")
       for how in (("prompt by prompt", contexts), ("prompt by prompt", later_turns), ("batched", PAIRS))),
@@ -62,8 +64,10 @@ def test_ids_beyond_the_tokenizer_are_not_sampled(shared, temperature):
 def test_log_probabilities_are_those_of_the_plain_model(family, shared, make, monkeypatch):
     if shared != "copied":  # as prompts of more than 128 tokens, and on a GPU
         monkeypatch.setattr(decoding, "_SHORT", 0)
-        monkeypatch.setattr(decoding, "_GROWTH", 1)
+        monkeypatch.setattr(decoding, "_GROWTH", 3 if shared == "recorded" else 1)
         monkeypatch.setitem(suffixes.MOST_PADDING, "cpu", HOW[shared])
+    if shared == "recorded":
+        pretend_recordings(monkeypatch)
     model = tiny_model(family).eval()
     prompts = make()
     limits = [4, 9, 1, 12, 7, 12][: len(prompts)]
@@ -112,9 +116,11 @@ def plain_samples(model, prompts, limits, ends):
     return found
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-def test_samples_are_the_same_however_many_tokens_are_read_at_once(tokens, monkeypatch):
+@pytest.mark.parametrize(("tokens", "recorded"), [(1, False), (3, False), (8, False), (8, True)])
+def test_samples_are_the_same_however_many_tokens_are_read_at_once(tokens, recorded, monkeypatch):
     """As are the random numbers that later draws get."""
+    if recorded:
+        pretend_recordings(monkeypatch)
     monkeypatch.setitem(local._TOKENS_PER_READ, "cpu", tokens)
     model, ends = tiny_model("llama").eval(), frozenset(range(3, 18))
     prompts, limits = contexts() * 3, [3, 9, 20, 1, 20, 20] * 3
@@ -127,6 +133,7 @@ def test_samples_are_the_same_however_many_tokens_are_read_at_once(tokens, monke
     found = sample(model, prompts, limits, end_ids=ends)
     assert [completion.ids for completion in found] == wanted and torch.equal(torch.rand(3), after)
     assert all(len(completion.logps) == len(completion.ids) for completion in found)
+    assert not recorded or PretendRecording.replays > 2 * PretendRecording.count > 0
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}])

@@ -41,6 +41,7 @@ class SharedCache:
         self.lengths: list[int] = [own + prompt for own, prompt in zip(layout.lengths, copied)]
         self._used = max(self.lengths)  # number of own tokens of the longest sample
         self._most = self._used + room
+        self._room = min(self._used + _GROWTH, self._most)
         positions = [layout.prompts[i] + own for i, own in zip(self.prompt_of, layout.lengths)]
         self._next = on_device([positions, self.lengths], layout.device)  # position and own place of the next token
         self._rows = torch.arange(len(self.lengths), device=layout.device)
@@ -62,8 +63,7 @@ class SharedCache:
             whole = prefill.cache.pop(call)
             of_prompts = [tuple(batch.of(x) for x in whole) for batch in self._batches]
             self.prompts[call] = [tuple(x.clone() if self._copies else x.contiguous() for x in xs) for xs in of_prompts]
-            shape = len(self.lengths), min(self._used + _GROWTH, self._most)
-            own = tuple(x.new_zeros(len(x), *shape, x.shape[-1]) for x in whole)
+            own = tuple(x.new_zeros(len(x), *self.shape, x.shape[-1]) for x in whole)
             for padded, x in zip(own, whole):
                 padded[:, rows, steps] = x[:, source]
             self._own[call] = own
@@ -79,6 +79,11 @@ class SharedCache:
                 groups.append(SampleGroup(number, prompts, rows, [sum(counts)] if self._copies else counts))
         return groups
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of samples, and of own tokens for which there is room. Passes of one shape use the same memory."""
+        return len(self.lengths), self._room
+
     def positions(self) -> Tensor:
         """Return the position of every sample's next token: (N,)."""
         return self._next[0]
@@ -87,21 +92,25 @@ class SharedCache:
         """Return the number of own tokens of every sample, `lengths`, on the device: (N,)."""
         return self._next[1]
 
-    def append(self, call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the next token's key and value (K, N, D), and return the call's own ones: (K, N, U, D)."""
-        own = self._own[call]
-        if own[0].shape[2] == self._used:
-            added = min(max(_GROWTH, self._used), max(self._most - self._used, 1))
-            own = self._own[call] = tuple(F.pad(x, (0, 0, 0, added)) for x in own)
-        for stored, x in zip(own, (key, value)):
+    def append(self, call: Call, key: Tensor, value: Tensor, all_room: bool) -> tuple[Tensor, Tensor]:
+        """Store the next token's key and value (K, N, D), and return the call's own ones: (K, N, U, D).
+
+        With `all_room`, zeros follow up to the room that there is.
+        """
+        for stored, x in zip(self._own[call], (key, value)):
             stored[:, self._rows, self._next[1]] = x.to(stored.dtype)
-        return tuple(x[:, :, : self._used + 1] for x in own)
+        width = self._room if all_room else self._used + 1
+        return tuple(x[:, :, :width] for x in self._own[call])
 
     def advance(self) -> None:
-        """Count the token that `append` stored in every layer."""
+        """Count the token that `append` stored in every layer, and make room for the next one."""
         self.lengths = [length + 1 for length in self.lengths]
-        self._next = self._next + 1
+        self._next += 1
         self._used += 1
+        if self._used == self._room < self._most:
+            added = min(max(_GROWTH, self._used), self._most - self._used)
+            self._own = {call: tuple(F.pad(x, (0, 0, 0, added)) for x in own) for call, own in self._own.items()}
+            self._room += added
 
     def keep(self, samples: list[int], index: Tensor) -> None:
         """Drop all samples except those with the given indices, in increasing order; `index` has them on the device."""
@@ -138,15 +147,19 @@ class SampleGroup:
 
 @dataclass
 class DecodePass(PrefixPass):
-    """A pass over the next token of every sample of a `SharedCache`, without gradients."""
+    """A pass over the next token of every sample of a `SharedCache`, without gradients.
+
+    `all_room`: attention reads all the room for own tokens, with a mask, so that passes have one shape.
+    """
 
     samples: SharedCache
+    all_room: bool = False
 
     def position_ids(self) -> Tensor:
         return self.samples.positions()[None]
 
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
-        own_key, own_value = self.samples.append(call, key, value)
+        own_key, own_value = self.samples.append(call, key, value, self.all_room)
         outputs = []
         for group in self.samples.groups:
             own = own_key[:, group.rows], own_value[:, group.rows]

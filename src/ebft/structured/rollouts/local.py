@@ -16,9 +16,9 @@ from trl.trainer.utils import pad
 from ebft.machine import copy_to
 from ebft.models.causal_lm import backbone_of, evaluating, unwrap_adapter
 from ebft.models.sharding import is_partitioned, is_sharded
+from ebft.prefix import gpu
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
 from ebft.prefix.forward import backbone_states, head_of, run_wrapped, take_programs
-from ebft.prefix.gpu import cheap_adapters
 from ebft.prefix.sampling import Softmax, Truncation, of_device, on_device, sample_tokens
 from ebft.structured.rollouts.turns import Completion, Sampling
 
@@ -74,7 +74,7 @@ class HFBackend:
         self._trainer = trainer
         shares = trainer.shares_prompts and trainer.args.cache_implementation is None
         if shares and SharedPromptSampler.supports(sampling):
-            self._sample = SharedPromptSampler(sampling)
+            self._sample = SharedPromptSampler(sampling, trainer.args.cuda_graphs)
         else:
             self._sample = Generator(sampling, pad_token_id, trainer.args.cache_implementation)
 
@@ -131,7 +131,8 @@ class SharedPromptSampler:
     of the distribution that is sampled from.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, cuda_graphs: bool = False) -> None:
+        self._cuda_graphs = cuda_graphs
         self._temperature, self._end_ids = sampling.temperature, sorted(sampling.end_ids)
         self._known = sampling.unknown.start if sampling.unknown else None
         self._truncation = Truncation.of(sampling.top_k, sampling.top_p, sampling.min_p)
@@ -145,7 +146,7 @@ class SharedPromptSampler:
         """Return one completion per prompt; the model must be prepared, in eval mode, with gradients disabled."""
 
         def sample(causal_lm: PreTrainedModel) -> list[Completion]:
-            with cheap_adapters(causal_lm):
+            with gpu.cheap_adapters(causal_lm):
                 return self._sample(causal_lm, prompts, max_tokens)
 
         return run_wrapped(model if is_sharded(model) else unwrap_adapter(model), sample)
@@ -156,6 +157,8 @@ class SharedPromptSampler:
         prefill = SuffixPass(layout, keeps_keys=True)
         states = backbone_states(causal_lm, tokens, prefill)[last]
         cache = SharedCache(prefill, max(max_tokens))
+        records = self._cuda_graphs and gpu.can_record(device) and not is_sharded(causal_lm)
+        decode = _RecordedDecoder(causal_lm, cache) if records else None
         drawn = _Drawn(len(prompts), self._end_ids, device)
         for length in range(1, max(max_tokens) + 1):
             token = self._draw(head.logits(states), drawn)
@@ -170,7 +173,7 @@ class SharedPromptSampler:
                 token = token[rows]
                 cache.keep(kept, rows)
                 drawn.keep(kept, rows)
-            states = backbone_states(causal_lm, token, DecodePass(cache))
+            states = backbone_states(causal_lm, token, DecodePass(cache)) if decode is None else decode(token)
             cache.advance()
         drawn.read()
         return drawn.completions
@@ -185,6 +188,29 @@ class SharedPromptSampler:
             token = sample_tokens(softmax.probabilities[:, : self._known], drawn.noise())
         drawn.add(token.squeeze(-1), softmax.logps(token).squeeze(-1))
         return token.squeeze(-1)
+
+
+class _RecordedDecoder:
+    """Decode passes over a cache. The second one of each shape is recorded, and repeated while the shape is the same."""
+
+    def __init__(self, causal_lm: PreTrainedModel, cache: SharedCache) -> None:
+        self._causal_lm, self._cache = causal_lm, cache
+        self._shape: tuple[int, int] | None = None
+        self._recording: gpu.Recording | None = None
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Return the states (N, D) after the next token of every sample, (N,); valid until the next call."""
+        if self._shape != self._cache.shape:
+            self._shape, self._recording = self._cache.shape, None
+            return self._states(token)
+        if self._recording is None:
+            self._token = token.clone()
+            self._recording = gpu.Recording(lambda: self._states(self._token))
+        self._token.copy_(token)
+        return self._recording.replay()
+
+    def _states(self, token: Tensor) -> Tensor:
+        return backbone_states(self._causal_lm, token, DecodePass(self._cache, all_room=True))
 
 
 # Tokens of each sample that are drawn before the process waits for the device, to read them and to drop the samples
