@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from ebft.features import FeatureNetwork
 from ebft.models.load import spare_gpu
+from ebft.run.training import start_summary
 
 GIB = 2**30
 IDLE, BUSY, SMALL = (79 * GIB, 80 * GIB), (60 * GIB, 80 * GIB), (8 * GIB, 8 * GIB)
@@ -46,3 +47,13 @@ def test_the_copy_follows_the_policy_unless_a_gpu_is_idle(tiny_llama_dir, monkey
     assert asked == [(0, 4 * model.num_parameters())], "asked once, until the policy moves"
     assert "feature_device: cuda:0" in capsys.readouterr().err
     assert FeatureNetwork(model, [0.5], "last_token", "cpu").device.type == "cpu" and len(asked) == 1, "it is set"
+
+
+@pytest.mark.parametrize(("gpus", "keys", "said"), [
+    (2, {}, "Method: SFT (rl is not set), one process, on one of 2 GPUs"), (1, {}, "Method: SFT (rl is not set)"),
+    (2, {"device_map": "auto"}, "Method: SFT (rl is not set)"),
+])  # fmt: skip
+def test_the_summary_says_how_many_gpus_a_process_leaves_idle(make_config, monkeypatch, gpus, keys, said):
+    config = make_config(max_steps=1, **keys)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert start_summary(config, nn.Linear(1, 1), range(4), None, None).splitlines()[0] == said

@@ -348,7 +348,9 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
         tokens = config.sequence_len * config.micro_batch_size * config.gradient_accumulation_steps * machine.processes
         length = f"{tokens:,} tokens each"
     resumed = "" if checkpoint is None else f", resumed from {checkpoint.name}"
-    processes = f", {machine.processes} processes" if machine.processes > 1 else ""
+    gpus = torch.cuda.device_count() if config.device_map is None else 0
+    idle = f", one process, on one of {gpus} GPUs" if gpus > 1 else ""
+    processes = f", {machine.processes} processes" if machine.processes > 1 else idle
     train = "a stream" if config.streaming else f"{rows:,} training {'row' if rows == 1 else 'rows'}"
     bits = "4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else ""
     dtype = str(weights_dtype(config)).removeprefix("torch.")
