@@ -32,7 +32,6 @@ _UNSUPPORTED = {
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
     "lisa_n_layers lisa_step_interval lisa_layers_attribute spectrum_top_fraction spectrum_model_name": "list the "
     "parameters in unfrozen_parameters",
-    "qat": "weights are not rounded during training. Remove it, and use ebft quantize afterwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
     "float32": "set bf16: false, which trains in float32",

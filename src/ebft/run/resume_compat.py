@@ -70,8 +70,8 @@ _NOT_COMPARED = {
         dataset_num_proc dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory device_map max_memory
         experts_implementation bnb_config_kwargs.bnb_4bit_quant_storage chunked_cross_entropy liger_rope
         liger_rms_norm liger_glu_activation liger_layer_norm precompute_ref_log_probs ebft.feature_device
-        ebft.shared_prefix ebft.rollout_tokens_per_pass ebft.single_pass ebft.merge_rollouts ebft.cuda_graphs trl.reward_num_workers
-        trl.streaming_partial_batch trl.streaming_min_groups trl.skip_zero_advantage_batches""",
+        ebft.shared_prefix ebft.rollout_tokens_per_pass ebft.single_pass ebft.merge_rollouts ebft.cuda_graphs
+        trl.reward_num_workers trl.streaming_partial_batch trl.streaming_min_groups trl.skip_zero_advantage_batches""",
     "it only affects where servers run": """
         trl.vllm_mode trl.vllm_server_host trl.vllm_server_port trl.vllm_server_timeout trl.vllm_lora_sync
         trl.vllm_enable_sleep_mode trl.vllm_logp_diff_warn trl.vllm_logp_diff_stop trl.use_data_producer
