@@ -104,6 +104,8 @@ def load_base_model(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # Else bitsandbytes repacks weights in the first pass without gradients, for products without a backward.
             module.support_avx512bf16_for_cpu = False
+    if config.reinit_weights:
+        model.load_state_dict(type(model)(model.config).state_dict())
     _fit_vocabulary(config, model, tokenizer)
     if config.qat is not None:
         prepare_rounding(model, config.qat)

@@ -134,6 +134,8 @@ class ModelKeys(Section):
     without this key."""
     bnb_config_kwargs: BitsAndBytesKeys = Field(default_factory=BitsAndBytesKeys)
     """Settings of bitsandbytes for load_in_4bit and load_in_8bit, which ebft merge-lora repeats."""
+    reinit_weights: bool = False
+    """Start from random weights, of the model's own initialisation, instead of those of base_model."""
     qat: QatSection | None = None
     """Quantisation-aware training with torchao: forward passes round weights, and inputs, as quantisation does. Only
     for SFT without an adapter. What is saved is not rounded, see ebft quantize."""
