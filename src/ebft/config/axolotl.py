@@ -26,7 +26,6 @@ _UNSUPPORTED = {
     "peft": "base weights are quantised with load_in_4bit or load_in_8bit, without LoftQ, which changes them, and "
     "without torchao. Remove it",
     "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
-    "lora_rank_pattern lora_alpha_pattern": "all modules have the same rank and scaling. Set lora_r and lora_alpha",
     "peft_layer_replication": "the adapter would belong to a model with more layers than base_model. Remove it",
     "peft_ensure_weight_tying": "PEFT decides this from the model's config. Remove it",
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Keys of a config, and the settings of a saved adapter that replace them.
 _SAVED_SETTINGS = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
-_SAVED_SETTINGS |= {"lora_target_modules": "target_modules"}
+_SAVED_SETTINGS |= {"lora_target_modules": "target_modules", "lora_rank_pattern": "rank_pattern"}
+_SAVED_SETTINGS |= {"lora_alpha_pattern": "alpha_pattern"}
 _SAVED_SETTINGS |= {"peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora"}
 _TARGETS = ("target_modules", "target_linear", "target_linear_modules", "target_parameters", "modules_to_save")
 
@@ -67,6 +68,8 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
         task_type=task_type(model),
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
+        rank_pattern=config.lora_rank_pattern,
+        alpha_pattern=config.lora_alpha_pattern,
         lora_dropout=config.lora_dropout,
         target_modules=targets.target_modules(model, config),
         target_parameters=targets.target_parameters(model, config.lora_target_parameters),

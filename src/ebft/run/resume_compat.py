@@ -36,8 +36,8 @@ from ebft.run.reporting import versions
 
 _MODEL_KEYS = ("base_model", "gguf_file")
 _ADAPTER_KEYS = (
-    *("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
-    "lora_target_linear_modules",
+    *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "lora_target_modules", "lora_target_linear"),
+    *("lora_target_parameters", "lora_target_linear_modules"),
     *("lora_modules_to_save", "peft_use_dora", "peft_use_rslora", "peft_layers_to_transform", "peft_layers_pattern"),
 )
 # Settings that are restored with the state of the optimizer, and settings that are read from the config on resuming.

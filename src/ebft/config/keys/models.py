@@ -205,6 +205,10 @@ class AdapterKeys(Section):
     lora_r: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = Field(None, description="Rank of the adapter.")
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """Scaling of the adapter: its output is multiplied by lora_alpha / lora_r. If unset, 2 * lora_r."""
+    lora_rank_pattern: dict[NotBlank, Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field(default_factory=dict)
+    """Other ranks of modules, by the ends of their names, as regular expressions: {down_proj: 32}."""
+    lora_alpha_pattern: dict[NotBlank, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Other values of lora_alpha, in the same way."""
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapter's input.")
     lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = None
     """Modules to adapt: a list of name suffixes, or one regular expression, which may name them as in a multimodal
