@@ -59,9 +59,7 @@ def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):
     assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     patterns = {"lora_rank_pattern": {"layers.0.*q_proj": 6}, "lora_alpha_pattern": {"q_proj": 3}}
-    layers = [
-        each.self_attn.q_proj for each in adapted(make_config(**LORA, **ALL, **patterns)).model.model.model.layers
-    ]
+    layers = [each.self_attn.q_proj for each in adapted(make_config(**LORA, **ALL, **patterns)).model.model.layers]
     assert [(each.r["default"], each.scaling["default"]) for each in layers] == [(6, 0.5), (4, 0.75)]
     model = adapted(make_config(**LORA, **ALL, lora_modules_to_save=["embed_tokens"]))
     assert any("embed_tokens" in name for name, weight in model.named_parameters() if weight.requires_grad)
