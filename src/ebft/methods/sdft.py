@@ -29,27 +29,19 @@ PROMPT, CONTEXT = "prompt", "privileged_context"
 class Distillation(Section):
     """The section `sdft:`, arguments of TRL's SDFTConfig."""
 
-    teacher_model_kind: Literal["base", "live"] = Field(
-        "base", description="The teacher: base, the model before training; live, the model that is trained."
-    )
-    teacher_prompt_template: str = Field(
-        f"{{{PROMPT}}}\n\n{{{CONTEXT}}}",
-        description="The teacher's prompt, with {prompt}, of messages the last one, and {privileged_context}, the "
-        "reference. {prompt} can be there twice, as in a solved example before the prompt of a base model.",
-    )
-    distillation_mode: Literal["topk_logits", "full_logits", "sampled_token"] = Field(
-        "topk_logits",
-        description="Tokens that distributions are compared at: the most likely, all, or the sampled one.",
-    )
-    distillation_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5, description="Divergence: 0 for KL(teacher, student), 1 for KL(student, teacher), between for mixtures."
-    )
-    distillation_topk: Annotated[int, Field(ge=1)] = Field(
-        100, description="Number of tokens of topk_logits; the probability of the others is left out."
-    )
-    num_loss_tokens_to_skip: Annotated[int, Field(ge=0)] = Field(
-        0, description="Number of tokens at the start of a completion that are not trained on."
-    )
+    teacher_model_kind: Literal["base", "live"] = "base"
+    """The teacher: base, the model before training; live, the model that is trained."""
+    teacher_prompt_template: str = f"{{{PROMPT}}}\n\n{{{CONTEXT}}}"
+    """The teacher's prompt, with {prompt}, of messages the last one, and {privileged_context}, the reference. {prompt}
+    can be there twice, as in a solved example before the prompt of a base model."""
+    distillation_mode: Literal["topk_logits", "full_logits", "sampled_token"] = "topk_logits"
+    """Tokens that distributions are compared at: the most likely, all, or the sampled one."""
+    distillation_alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Divergence: 0 for KL(teacher, student), 1 for KL(student, teacher), between for mixtures."""
+    distillation_topk: Annotated[int, Field(ge=1)] = 100
+    """Number of tokens of topk_logits; the probability of the others is left out."""
+    num_loss_tokens_to_skip: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens at the start of a completion that are not trained on."""
 
 
 class SDFTKeys(Section):
