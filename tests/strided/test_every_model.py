@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.anchors import BlockOptions
-from ebft.errors import ModelError
-from ebft.features import FeatureNetwork
+from ebft import anchors, errors, features
 from ebft.models.causal_lm import evaluating
 from ebft.models.pretrained import disable_dropout
 from ebft.prefix.forward import ATTENTION, ROWS, STATES, way_of
@@ -72,7 +70,7 @@ def logps_of(plain, ids, start):
 
 def strided_mode(model, plain):
     """Three documents of unequal lengths, up to five blocks and two rollouts: log-probabilities and features."""
-    network = FeatureNetwork(model, **FEATURES)
+    network = features.FeatureNetwork(model, **FEATURES)
     disable_dropout(model)
     check_parity(model, network, as_trained=True)
     name = model.config.model_type
@@ -81,7 +79,7 @@ def strided_mode(model, plain):
     ids = torch.randint(3, VOCAB, (3, 58), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(58) < lengths[:, None]).long()
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    layout = StridedLayout.place(documents, BlockOptions(n_samples_per_prompt=2, **SIZES))
+    layout = StridedLayout.place(documents, anchors.BlockOptions(n_samples_per_prompt=2, **SIZES))
     with evaluating(model):
         sampled = sample_rollouts(model, documents, layout, temperature=TEMPERATURE)
     how = {"temperature": TEMPERATURE, "text_gradient": False, "apply_dropout": False}
@@ -129,6 +127,6 @@ def test_every_model_is_equal_or_refused(name):
             if reason is None:
                 run(copy.deepcopy(model), model)
             else:
-                with pytest.raises(ModelError, match=reason):
+                with pytest.raises(errors.ModelError, match=reason):
                     run(copy.deepcopy(model), model)
         print(f"{name}, {run.__name__}: {'equal' if reason is None else f'refused ({reason})'}")
