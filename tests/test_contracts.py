@@ -19,17 +19,20 @@ from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ebft import distillation, reward_models, strided, structured
+from ebft.distillation import SDFTTrainer
 from ebft.preferences.experimental import CPOTrainer, ORPOTrainer, PreparedBatches
 from ebft.preferences.trainers import DPOTrainer, HasReference, KeepsMetrics, KTOTrainer
+from ebft.reward_models import ProcessRewardTrainer, RewardModelTrainer
 from ebft.sft.trainer import SFTTrainer
+from ebft.strided import StridedEBFTTrainer
+from ebft.structured import AsyncEBFTTrainer, EBFTTrainer, RolloutGRPOTrainer
 from ebft.structured.trl import OverTRL
 from ebft.trainer import OverTrainer
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
 OF_PREFERENCES = (DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer)
-TRAINERS = (SFTTrainer, reward_models.RewardModelTrainer, reward_models.ProcessRewardTrainer, strided.StridedEBFTTrainer, structured.RolloutGRPOTrainer, structured.EBFTTrainer,
-            structured.AsyncEBFTTrainer, distillation.SDFTTrainer, *OF_PREFERENCES)  # fmt: skip
+TRAINERS = (SFTTrainer, RewardModelTrainer, ProcessRewardTrainer, StridedEBFTTrainer, RolloutGRPOTrainer, EBFTTrainer,
+            AsyncEBFTTrainer, SDFTTrainer, *OF_PREFERENCES)  # fmt: skip
 # Private names of the libraries' trainers that several of our classes read, set, call or override, and their meaning.
 SHARED = {
     "_get_num_items_in_batch": "(batches, device) -> what the loss is normalised by",
@@ -85,8 +88,8 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
     PreparedBatches: {
         "_stored_metrics": "{mode: {name: [values]}}, whose means are logged, of the trainers of trl.experimental",
     },
-    strided.StridedEBFTTrainer: shared("_get_num_items_in_batch", "_prepare_inputs"),
-    structured.EBFTTrainer: shared("_get_num_items_in_batch"),
+    StridedEBFTTrainer: shared("_get_num_items_in_batch", "_prepare_inputs"),
+    EBFTTrainer: shared("_get_num_items_in_batch"),
     OverTRL: {
         "_buffered_inputs": "the micro-batches of a generation batch; None before the first",
         "_calculate_rewards": "(rows, ...) -> rewards (completions, functions)",
@@ -102,8 +105,8 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
         "_tokenizer": "the tokenizer inside processing_class",
         **shared("_get_num_items_in_batch", "_get_train_sampler", "_logs", "_metrics", "_prepare_inputs", "_step"),
     },
-    reward_models.RewardModelTrainer: shared("_metrics", "_total_train_tokens"),
-    distillation.SDFTTrainer: {
+    RewardModelTrainer: shared("_metrics", "_total_train_tokens"),
+    SDFTTrainer: {
         "_forward_logits": "(model, ...) -> the logits of student or teacher in the loss, over the temperature",
         "_generate": "(token ids of prompts) -> (those, token ids of completions)",
         "_prepare_training_batch": "(rows) -> the inputs of the loss, sampled, with the lengths of completions",

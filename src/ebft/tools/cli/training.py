@@ -61,13 +61,11 @@ def init(
     memory of this machine. The config evaluates on held-out rows, saves checkpoints and keeps the best one. In a
     terminal, init asks for what is not given.
 
+    \b
     Examples:
-
-    ebft init my_rows.jsonl --model smollm2-135m
-
-    ebft init texts/ --model Qwen/Qwen2.5-0.5B --method sft --output sft.yaml
-
-    ebft init pairs.parquet --model my/model learning_rate=1e-5
+      ebft init my_rows.jsonl --model smollm2-135m
+      ebft init texts/ --model Qwen/Qwen2.5-0.5B --method sft --output sft.yaml
+      ebft init pairs.parquet --model my/model learning_rate=1e-5
     """
     # A path may contain `=` if it exists.
     overrides = [word for word in words or [] if "=" in word and not Path(word).exists()]
@@ -267,23 +265,16 @@ def train(
     Without a config, --model and --data are trained with the config that `ebft init` proposes for them, which is
     written to train.yaml in output_dir.
 
+    \b
     Examples:
-
-    ebft train run.yaml
-
-    ebft train run.yaml ebft.stride=4 learning_rate=1e-5
-
-    ebft train run.yaml --ebft.stride 4 --learning-rate 1e-5
-
-    ebft train --model smollm2-135m --data my_rows.jsonl num_epochs=1
-
-    ebft train run.yaml --tui
-
-    ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
-
-    ebft train run.yaml --num-processes 2
-
-    ebft train run.yaml --sweep sweep.yaml
+      ebft train run.yaml
+      ebft train run.yaml ebft.stride=4 learning_rate=1e-5
+      ebft train run.yaml --ebft.stride 4 --learning-rate 1e-5
+      ebft train --model smollm2-135m --data my_rows.jsonl num_epochs=1
+      ebft train run.yaml --tui
+      ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
+      ebft train run.yaml --num-processes 2
+      ebft train run.yaml --sweep sweep.yaml
     """
     join_launch()
     config, overrides = _config_and_overrides(config, overrides or [], model, data or [], method, dry_run)
@@ -415,11 +406,10 @@ def tui(folder: shared.RunFolder) -> None:
 
     Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
 
+    \b
     Examples:
-
-    ebft tui outputs/run
-
-    ebft train run.yaml --tui
+      ebft tui outputs/run
+      ebft train run.yaml --tui
     """
     check_terminal("ebft tui")
     check_run(folder)
