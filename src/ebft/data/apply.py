@@ -258,9 +258,7 @@ def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, An
     spans = plain(row.get("turn_spans")) or []
     places = [0, *itertools.chain(*spans), length]
     if not 0 <= prompt_length <= length or places != sorted(places):
-        raise DataError(
-            f"prompt_length {prompt_length} and turn_spans {spans} must be in order and within {length} tokens"
-        )
+        raise DataError(f"prompt_length {prompt_length} and turn_spans {spans} must be in order within {length} tokens")
     return {"input_ids": ids[:length], "labels": labels[:length], "prompt_length": prompt_length, "turn_spans": spans}
 
 

@@ -94,9 +94,7 @@ def _call(call: Any, what: str, is_inner: bool = False) -> Any:
         while isinstance(inner, str):  # without a second encoding as JSON
             found, inner = inner, _unpacked(inner, f"the arguments in {what}")
         if not isinstance(inner, Mapping):
-            raise DataError(
-                f"the arguments in {what} must be a JSON object or the JSON text of one, got {given!r:.60}."
-            )
+            raise DataError(f"the arguments in {what} must be a JSON object or its JSON text, got {given!r:.60}.")
         call = {**call, "arguments": found}
     if is_inner or not isinstance(call.get("name"), str):
         return call

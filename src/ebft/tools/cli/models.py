@@ -35,9 +35,7 @@ def merge_lora(
     ] = None,
     max_shard_size: Annotated[
         str | None,
-        option(
-            "SIZE", "Largest size of a file of weights, such as 5GB or 500MB. Default: the files of the base model."
-        ),
+        option("SIZE", "Largest size of a file of weights, such as 5GB. Default: the files of the base model."),
     ] = None,
     base_model: shared.BaseModel = None,
     lora_model_dir: shared.LoraModelDir = None,
@@ -84,9 +82,7 @@ def merge_sharded(
     ] = None,
     base_model: Annotated[
         str | None,
-        option(
-            "MODEL", "The model that was trained, for a checkpoint of another program without config and tokenizer."
-        ),
+        option("MODEL", "The trained model, for a checkpoint of another program without config and tokenizer."),
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest size of a file of weights, such as 5GB.")

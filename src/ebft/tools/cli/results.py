@@ -49,9 +49,7 @@ def show(
             names=("--count", "-n"),
         ),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show whole prompts instead of their last 400 characters.")] = (
-        False
-    ),
+    full: Annotated[bool, typer.Option("--full", help="Show whole prompts, not their last 400 characters.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Browse in a pager.")] = False,
 ) -> None:

@@ -221,9 +221,7 @@ def train(
     ] = MOST_RUNS,
     dry_run: Annotated[
         bool,
-        _launch_option(
-            None, "Print the command that starts the processes, or the runs of a sweep, and exit.", names="--dry-run"
-        ),
+        _launch_option(None, "Print the command of the processes or the runs of a sweep, and exit.", names="--dry-run"),
     ] = False,
     launcher: Annotated[
         Literal["accelerate", "torchrun", "python"] | None,
@@ -235,9 +233,7 @@ def train(
     ] = None,
     num_processes: Annotated[
         int | None,
-        _launch_option(
-            "N", "Number of processes on all machines together. Default: one per visible GPU, one on CPU.", min=1
-        ),
+        _launch_option("N", "Processes on all machines together. Default: one per visible GPU, one on CPU.", min=1),
     ] = None,
     num_machines: Annotated[
         int | None, _launch_option("N", "Number of machines; the command runs on each machine. Default: 1.", min=1)

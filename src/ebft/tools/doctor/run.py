@@ -199,9 +199,7 @@ _MOST_MICRO_BATCHES = 2  # the second one has the gradients of the first in memo
 # Keys that save, evaluate, report or end early, and their values for the step.
 _NOTHING_SAVED: dict[str, Any] = {
     **dict.fromkeys(("save_steps", "saves_per_epoch", "resume_from_checkpoint", "hub_model_id", "report_to")),
-    **dict.fromkeys(
-        [f"use_{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow", "comet", "swanlab")], False
-    ),
+    **dict.fromkeys(reporting.ASKED, False),
     "max_steps": 1,
     "save_strategy": "no",
     "load_best_model_at_end": False,

@@ -65,9 +65,7 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
         return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
     _check_tokenizer(pretrained.find_model(base, "--model"), tokenizer)
     if size < len(tokenizer):
-        raise ModelError(
-            f"--model {name}: its vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}."
-        )
+        raise ModelError(f"--model {name}: vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}.")
 
 
 def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:

@@ -223,9 +223,7 @@ class BitsAndBytesRounding:
 
     def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
         self._settings, self._dtype = settings, load.weights_dtype(settings)
-        with doing(
-            "importing bitsandbytes, as the adapter was trained on quantised weights (pip install 'ebft[qlora]')"
-        ):
+        with doing("importing bitsandbytes: the adapter was trained on quantised weights (pip install 'ebft[qlora]')"):
             self._functional = import_module("bitsandbytes.functional")
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
