@@ -193,7 +193,7 @@ def completions(batch, kind):
 
 def test_kto_needs_a_second_row(tmp_path):
     write_inputs(tmp_path, [{"question": "Hi", "completion": "Yes", "label": True}])
-    with pytest.raises(DataError, match="one training row, but the KL term .* other rows. Provide at least 2 rows"):
+    with pytest.raises(DataError, match="one training row, but the KL term .* other rows"):
         trainer_of("kto", tmp_path)
 
 

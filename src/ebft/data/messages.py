@@ -121,8 +121,7 @@ def message_text(message: Mapping[str, Any], number: int) -> Any:
     what = f"the content of message {number} ({role})"
     if not isinstance(content, list):
         raise DataError(
-            f"{what} must be text or a list of parts with text, got {type(content).__name__} ({content!r:.60}). Write "
-            "it as text."
+            f"{what} must be text or a list of parts with text, got {type(content).__name__} ({content!r:.60})."
         )
     return "".join(_part_text(part, what) for part in content)
 
@@ -134,8 +133,7 @@ def _part_text(part: Any, what: str) -> str:
     if is_text and isinstance(part.get("text"), str) and not any(part.get(key) for key in _MEDIA):
         return part["text"]
     raise DataError(
-        f"{what} has a part that is not text ({part!r:.60}), but models are trained on text only. Remove such parts, "
-        "or the row."
+        f"{what} has a part that is not text ({part!r:.60}), but models are trained on text only. Remove it or the row."
     )
 
 

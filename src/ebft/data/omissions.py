@@ -83,8 +83,7 @@ class Omissions:
         """Warn once if a reply that is trained on is rendered without an end."""
         if message["role"] == "assistant" and not message.get("tool_calls") and not end.strip():
             self._warn(
-                "writes nothing after a reply, so the model does not learn where to stop. Use a chat_template that "
-                "ends turns."
+                "writes nothing after a reply, so the model does not learn to stop. Use a template that ends turns."
             )
 
     def _warn(self, problem: str, example: str = "") -> None:

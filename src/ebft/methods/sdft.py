@@ -109,10 +109,7 @@ class SDFT(Method):
         size, steps, group = config.micro_batch_size, config.gradient_accumulation_steps, config.trl.num_generations
         yield from rules.groups(size, steps, group, rules.in_config, "gradient_accumulation_steps")
         if config.eval_batch_size is not None and config.eval_batch_size % group:
-            yield (
-                f"eval_batch_size: {config.eval_batch_size} is not a multiple of trl.num_generations: {group}. Change "
-                "one."
-            )
+            yield f"eval_batch_size: {config.eval_batch_size} is not a multiple of trl.num_generations: {group}."
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         if machine.processes > 1:

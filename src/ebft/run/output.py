@@ -65,8 +65,7 @@ def claim(folder: Path) -> None:
         write_mark(folder, None, {}, [])
     if not owns_card(folder):
         errors.warn(
-            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is "
-            "written there."
+            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written."
         )
 
 
@@ -164,10 +163,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
             "folder."
         ) from None
     except (OSError, NotImplementedError) as error:
-        errors.warn(
-            f"output_dir: {output_dir} cannot be locked ({error}), so another run in the same folder would not be "
-            "detected."
-        )
+        errors.warn(f"output_dir: {output_dir} cannot be locked ({error}), so another run in it would not be detected.")
         yield
         return
     try:

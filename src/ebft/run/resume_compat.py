@@ -161,8 +161,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
             f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])}" for key in models
         )
         errors.warn(
-            f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
-            "that was moved."
+            f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, as in a moved folder."
         )
     problems = [
         f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])} of {checkpoint}. Set it to "
