@@ -131,16 +131,13 @@ class SDFT(Method):
         """Raise DataError for rows that TRL would train on in another way than the other methods, or not at all."""
         for part, data in (("training", rows.train), ("held-out", rows.evaluation or [])):
             for number, row in enumerate(data):
+                problem, prompt = None, row["prompt"]
                 if row.get("remaining_turns"):
-                    raise DataError(
-                        f"{part} row {number} has several turns, but {self.name} would train on the first alone. Use a "
-                        "transform that returns one reply."
-                    )
-                if not isinstance(row["prompt"], str) and row["prompt"][-1]["role"] != "user":
-                    raise DataError(
-                        f"{part} row {number}: the prompt ends with a message of {row['prompt'][-1]['role']!r}, but "
-                        f"the teacher of {self.name} reads the reference after one of the user."
-                    )
+                    problem = "has several turns, but only the first would be trained on. Use a transform of one reply"
+                elif not isinstance(prompt, str) and prompt[-1]["role"] != "user":
+                    problem = f"has a prompt that ends with {prompt[-1]['role']!r}; the teacher's must end with 'user'"
+                if problem is not None:
+                    raise DataError(f"{part} row {number} {problem} ({self.name}).")
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.distillation import teacher_prompt
