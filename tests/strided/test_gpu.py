@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import enable_tf32
 
 from ebft import load_config, strided, train, transformers_internals
-from ebft.prefix.attention.passes import MaskPattern, document_attention
-from ebft.prefix.attention.tiles import AttentionScores
+from ebft.prefix.attention import passes, tiles
 from tests.golden.runs import write_inputs
 from tests.strided.families import tiny_model
 from tests.strided.oracle import options_of, oracle_step
@@ -87,6 +86,6 @@ def test_grouped_heads_keep_no_scores(dtype, size):
     parts = [x.requires_grad_() for x in parts]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    pattern = MaskPattern(transformers_internals.causal_mask_function)
-    document_attention([(0, tokens)], *parts, pattern, AttentionScores(size**-0.5), None).sum().backward()
+    pattern = passes.MaskPattern(transformers_internals.causal_mask_function)
+    passes.document_attention([(0, tokens)], *parts, pattern, tiles.AttentionScores(size**-0.5), None).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 8 * tokens**2 * dtype.itemsize

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.anchors import BlockOptions
+from ebft import anchors, features
 from ebft.data.documents import DocumentCollator
-from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
@@ -26,9 +25,9 @@ CHATS = [
 
 
 def metrics_of(model, rows, batch_size, seed=2, tokens_per_pass=None):
-    network = FeatureNetwork(model, LAYERS, "last_token")
+    network = features.FeatureNetwork(model, LAYERS, "last_token")
     batches = [DocumentCollator(0)(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
-    given = {"block_options": BlockOptions(**OPTIONS), "seed": seed, "tokens_per_pass": tokens_per_pass}
+    given = {"block_options": anchors.BlockOptions(**OPTIONS), "seed": seed, "tokens_per_pass": tokens_per_pass}
     return held_out_metrics(model, network, batches, **given)
 
 
@@ -42,7 +41,7 @@ def test_every_metric_by_the_oracle(rows):
     sums = {"alignment": [], "diversity": [], "cfm_loss": [], "cfm_loss_plugin": [], "ce_loss": []}
     for row in rows:
         single = Documents.from_inputs(DocumentCollator(0)([row]))
-        layout = StridedLayout.place(single, BlockOptions(**OPTIONS))
+        layout = StridedLayout.place(single, anchors.BlockOptions(**OPTIONS))
         with torch.no_grad():
             drawn = noise.draw(single, layout, 0)
             rollouts = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn).tokens
