@@ -10,10 +10,9 @@ from ebft.models import load, pretrained
 from ebft.run.config.schema import load_config
 from ebft.tools.doctor.memory import advice, memory_checks, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
-from tests.cli.conftest import ebft, plain
+from tests.cli.conftest import plain
 from tests.golden.runs import write_inputs
 
-__all__ = ["ebft"]
 # A level, the name of a check, and its message, which may have several lines.
 _LINE = r"^(ok|warning|error) +(.*?): ((?:.|\n(?!ok|warning|error|\d+ errors))*)"
 MODELS = ["model", "optimizer", "loss and backward"]

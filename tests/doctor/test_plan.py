@@ -20,9 +20,9 @@ from ebft.tools.doctor import known
 from ebft.tools.doctor import plan as planning
 from ebft.tools.doctor.memory import changed
 from ebft.tools.doctor.plan import BEFORE, STEP, Planner, Request, StepPlan, Use
-from tests.doctor.test_doctor import doctor, ebft
+from tests.doctor.test_doctor import doctor
 
-__all__ = ["doctor", "ebft"]
+__all__ = ["doctor"]
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C, "_acc") or not hasattr(torch._C._acc, "register_python_privateuseone_device_guard"),
     reason="this version of PyTorch has no backends that are written in Python",

@@ -11,10 +11,9 @@ from ebft import train
 from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step
 from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, rollout_files
 from tests.monitor.sft_run import plain_trainer
-from tests.run.test_methods import quietly, run_file
+from tests.run.test_methods import quietly
 from tests.strided.families import tiny_model
 
-__all__ = ["run_file"]
 AUTO = "auto_resume_from_checkpoints=true"
 read = lambda path: json.loads(path.read_text())
 lines = lambda path: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
