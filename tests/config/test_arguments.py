@@ -97,8 +97,7 @@ def test_a_run_that_stops_early_loads_its_best_checkpoint(make, keys, loads_best
     from transformers import TrainingArguments
 
     config = make(early_stopping_patience=2, **EVAL, **keys)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         found = kwargs(config, has_eval=True)
     assert found.get("load_best_model_at_end") is loads_best
     assert any("the result is the last model" in str(each.message) for each in caught) == (loads_best is None)

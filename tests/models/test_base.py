@@ -190,8 +190,7 @@ def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     special = {"pad_token": "<|end|>", "additional_special_tokens": keys.get("additional_special_tokens")}
     keys = {key: value for key, value in keys.items() if key != "additional_special_tokens"}
     config = make_config(special_tokens=special, **{**LORA, **keys})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         load.load_model(config, pretrained.load_tokenizer(config))
     found = [str(each.message) for each in caught if "initial values" in str(each.message)]
     assert len(found) == (frozen is not None) and all(message.startswith(frozen) for message in found)

@@ -165,8 +165,7 @@ def test_samples_and_references_are_whole_renderings(model, chat_tokenizer, kind
     reward = FeatureMatchingReward(model, tokenizer, 2, embed_method="mean_pooling", diversity_coef=0.0)
     reward.follows_generation_prompt = follows_generation_prompt
     completions = [encode(text[len(given) :]) for text in texts]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found = reward([prompt] * 2, None, completions, ground_truth=["yes."] * 2)
     depths = reward.options.feature_layers
     embedded = [oracle.embedding(model, encode(text), [], depths, "mean_pooling") for text in (*texts, reference)]

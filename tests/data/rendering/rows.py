@@ -39,8 +39,7 @@ SETTINGS = {
 def config_of(method: str) -> RunConfig:
     keys, type_ = SETTINGS[method]
     values = {"base_model": "unused", "sequence_len": 4000, "datasets": [{"path": "rows.jsonl", "type": type_}], **keys}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return RunConfig.from_dict(values)
 
 

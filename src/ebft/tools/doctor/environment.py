@@ -199,8 +199,7 @@ class Attempt:
         self, name: str, function: Callable[..., Any], *args: Any, ok: str | Callable[[Any], str] = ""
     ) -> None:
         self.result, self.failed, error = None, False, []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True, action="ignore") as caught:
             warnings.filterwarnings("always", category=UserWarning)
             try:
                 self.result = function(*args)
