@@ -13,7 +13,8 @@ FLOPs or kernels that fall by 1% are an error too: work that is left out by mist
 
 Kernels and waits are those of a step of `benchmarks.kernels`, which is counted on the pretend device of tests/devices:
 what it starts on an accelerator, and how often it waits for it. 1% more kernels, or one more wait, is an error, which
-names the functions that start or wait for more; so are 5% more calls of Python functions. Where they cannot be counted, the rest is compared.
+names the functions that start or wait for more; so are 5% more calls of Python functions. Where they cannot be
+counted, the rest is compared.
 """
 
 from __future__ import annotations

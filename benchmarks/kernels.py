@@ -45,8 +45,8 @@ from ebft import FeatureMatchingReward
 from ebft.prefix import gpu
 from ebft.structured.grpo import RolloutGRPOTrainer
 from ebft.structured.rollouts.local import SharedPromptSampler
-from tests.devices.recording import PretendRecording
 from tests.devices.pretend import Counts, pretend_device, record, register
+from tests.devices.recording import PretendRecording
 
 LAYERS, WORDS, ANSWER = 16, 510, 32
 STEPS = {"max_steps": 2, "micro_batch_size": 1, "learning_rate": 1e-4, "save_strategy": "no", "torch_dtype": "float32"}
@@ -167,7 +167,10 @@ class ForNothing:
     """A recording that is computed once."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self.replay = lambda result=function(): result
+        self._result = function()
+
+    def replay(self) -> Any:
+        return self._result
 
 
 def host_work(name: str, steps: int = 9) -> tuple[int, float, float]:

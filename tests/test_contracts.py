@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 import trl
+from peft.tuners import tuners_utils
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom import modeling_bloom
 from transformers.models.codegen import modeling_codegen
@@ -138,6 +139,7 @@ OTHERS = [  # (owner, private name, meaning), used in transformers_internals.py
     (modeling_codegen.CodeGenAttention, "(_attn|attention_interface)", "(query, key, value, mask) attends"),
     (modeling_gpt_neo.GPTNeoSelfAttention, "_attn", "(query, key, value, mask) attends"),
     (transformers.Trainer, "_load_from_checkpoint", "(folder) loads its weights"),
+    (tuners_utils.BaseTunerLayer, "_disable_adapters", "whether a layer leaves its adapter out"),
     (transformers.TrainingArguments, "_n_gpu", "GPUs of one process; 1 keeps DataParallel away"),
 ]
 IMPORT = re.compile(r"^\s*from ((?:transformers|trl)\.[\w.]+) import (\([^)]*\)|[^\n]+)", re.MULTILINE)

@@ -18,7 +18,7 @@ import numpy as np
 class BlockOptions:
     """Where the blocks of documents are, what is sampled at each, and how; `ebft.config.options` describes the fields.
 
-    `merge_rollouts` None: on CPU only. `cuda_graphs`: where possible. `end_ids`: the tokens that end a text and a rollout; empty with `stop_at_end`
+    `merge_rollouts` None: on CPU only. `end_ids`: the tokens that end a text and a rollout; empty with `stop_at_end`
     false. `max_length`: the number of tokens at which longer documents were cut, None if none was cut.
     `vocabulary`: ids from this one on are not sampled.
     """

@@ -112,6 +112,11 @@ def use_one_gpu(args: TrainingArguments) -> None:
     args._n_gpu = min(args.n_gpu, 1)
 
 
+def switch_adapter(layer: nn.Module, on: bool) -> None:
+    """Let a layer of PEFT use its adapter or not; `enable_adapters` also freezes its parameters."""
+    layer._disable_adapters = not on
+
+
 def load_weights(trainer: Trainer, folder: str) -> None:
     """Load the weights or the adapter of a checkpoint into the trainer's model."""
     trainer._load_from_checkpoint(folder)

@@ -62,6 +62,13 @@ def test_lengths(config, make_config, strategy, length, prompt, kept, counts):
     assert [row["turn_spans"] for row in rows] == [[[prompt, size]] for size in kept]
 
 
+def test_rows_below_a_minimum_are_dropped_and_counted(make_config):
+    for length, kept, counts in ((11, [], {"shorter than min_sample_len": 1}), (12, [12], {})):
+        config = make_config("unused", sequence_len=12, min_sample_len=12, rl=None, ebft=None)
+        rows, found = cut(config, row_of([7] * length, 0))
+        assert ([len(row["input_ids"]) for row in rows], found) == (kept, counts)
+
+
 @pytest.mark.parametrize(("labels", "prompt_length", "kept", "counts"), [
     ([0, 0, 3, 3, 0, 0, 0, 8, 8], 7, (4, 2), {TRUNCATED: 1}),
     ([0, 3, 0, 4, 0, 0, 0, 8, 8], 7, (4, 3), {TRUNCATED: 1}),

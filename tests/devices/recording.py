@@ -1,4 +1,4 @@
-"""A CUDA graph that a CPU pretends to record: the operations of a function, repeated on the same memory as one kernel."""
+"""A CUDA graph that a CPU pretends to record: operations that are repeated on the same memory, as one kernel."""
 
 from __future__ import annotations
 

@@ -108,6 +108,13 @@ def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_
     assert ebft("config", "--check", "run.yaml").exit_code == 0
 
 
+def test_processors_that_are_faster_in_bfloat16_use_it_with_an_adapter(ebft, data, tiny_llama_dir, monkeypatch):
+    monkeypatch.setattr("ebft.tools.init.config.bfloat16_is_fast", lambda: True)
+    for keys, expected in (([], True), (["adapter="], "auto")):
+        assert ebft("init", data("chats"), "--model", tiny_llama_dir, "--overwrite", *keys).exit_code == 0
+        assert load_config("run.yaml").bf16 == expected
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "options"), [("texts", []), ("chats", ["--method", "sft"]), ("labels", []), ("other names", [])]

@@ -121,6 +121,15 @@ def test_a_model_with_settings_of_bitsandbytes(make_config, tokenizer):
     torch.testing.assert_close(*gradients)
 
 
+def test_random_weights_keep_the_rest_of_the_model(make_base, make_config, tokenizer):
+    base = make_base(initializer_range=0.1)
+    given, found = (load.load_model(make_config(base_model=base, reinit_weights=on), tokenizer) for on in (False, True))
+    assert found.generation_config.to_dict() == given.generation_config.to_dict()
+    for (name, old), new in zip(given.named_parameters(), found.parameters(), strict=True):
+        assert old.dtype == new.dtype and (old.equal(new) == name.endswith("norm.weight"))
+        assert old.dim() == 1 or new.std().item() == pytest.approx(0.1, rel=0.1)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gemma4"])
 @pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
 def test_experts_in_four_bits(kind, make_base, make_config, tokenizer):

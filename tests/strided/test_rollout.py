@@ -108,7 +108,9 @@ def test_sampling_inverts_the_cumulative_sum(vocabulary):
 
 @pytest.mark.first(2)
 @pytest.mark.usefixtures("without_parity_check")
-@pytest.mark.parametrize(("family", "recorded"), [("llama", True), ("mistral", False), ("gpt2", True), ("qwen3_5_text", False)])
+@pytest.mark.parametrize(
+    ("family", "recorded"), [("llama", True), ("mistral", False), ("gpt2", True), ("qwen3_5_text", False)]
+)
 @pytest.mark.parametrize("adapter", [True, False])
 def test_a_recorded_step_is_the_step(family, recorded, adapter, tmp_path, monkeypatch):
     """Loss, gradients and counted FLOPs are the same, with rollouts in parts; windows and states are not recorded."""
@@ -119,7 +121,9 @@ def test_a_recorded_step_is_the_step(family, recorded, adapter, tmp_path, monkey
     for graphs in (False, True):
         model = tiny_model(family, seed=5)
         model = with_lora(model, target_modules=lora_targets(family)) if adapter else model
-        trainer = make_trainer(model, tmp_path, cuda_graphs=graphs, generate_max_len=5, rollout_tokens_per_pass=75, **ON_ACCELERATORS)
+        trainer = make_trainer(
+            model, tmp_path, cuda_graphs=graphs, generate_max_len=5, rollout_tokens_per_pass=75, **ON_ACCELERATORS
+        )
         with trainer.budget.meter.watching([model]), trainer.budget.meter.counting():
             loss, out = trainer.compute_loss(trainer.model, unequal_batch(2)[0], return_outputs=True)
             loss.backward()

@@ -32,14 +32,11 @@ _UNSUPPORTED = {
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
     "lisa_n_layers lisa_step_interval lisa_layers_attribute spectrum_top_fraction spectrum_model_name": "list the "
     "parameters in unfrozen_parameters",
-    "qat": "weights are not rounded during training. Remove it, and use ebft quantize afterwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
     "float32": "set bf16: false, which trains in float32",
     "nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert dsv4_fp8_nonexpert_mode": "weights are "
     "quantised with load_in_4bit or load_in_8bit only. Remove it",
-    "reinit_weights": "training starts from the weights of base_model. Save a model with random weights, and name "
-    "its folder",
     "fp32_norms fp32_norm_classes scaling_softmax scaling_softmax_factor scaling_softmax_bias s2_attention dense_mixer "
     "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks use_onebitllms": "layers and positions are "
     "those of the model. Remove it",
@@ -50,7 +47,6 @@ _UNSUPPORTED = {
     # Data
     "default_system_message": "set system_prompt of the datasets, or write it into the text of chat_template",
     "curriculum_sampling": "rows are shuffled. Sort them, and use shuffle_merged_datasets: false",
-    "min_sample_len": "short rows are trained on as well. Remove them from the data",
     "eval_sequence_len": "held-out rows are limited by sequence_len, too. Remove it",
     "role_boundaries": "labels follow the turns of the chat template. Use roles_to_train and train_on_eos",
     "dispatch_batches split_batches accelerator_config": "the method splits batches over processes. Remove it",

@@ -68,7 +68,7 @@ class _Cutter:
 
     def __init__(self, config: DataSettings, tokenizer: Any, counts: row_counts.RowCounts) -> None:
         self.sequence_len, self.strategy, self.counts = config.sequence_len, config.excess_length_strategy, counts
-        ebft = config.required_rows.block
+        self.fewest, ebft = config.min_sample_len or 1, config.required_rows.block
         self.block = None if ebft is None else block_options(config, ebft, tokenizer)
         self.too_short, self.tail = row_counts.TOO_SHORT, row_counts.TAIL
         if ebft is None:
@@ -96,6 +96,8 @@ class _Cutter:
             return self._drop(row, row_counts.NO_PROMPT)
         if length == 0:
             return self._drop(row, row_counts.EMPTY)
+        if length < self.fewest:
+            return self._drop(row, row_counts.BELOW_MINIMUM)
         if prompt_length >= length or (row["labels"] == IGNORE).all():
             return self._drop(row, row_counts.NO_REFERENCE)
         is_cut = length > self.sequence_len

@@ -116,6 +116,7 @@ EMPTY = "without text"
 NO_REFERENCE = "without a reference"
 PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
 TOO_LONG = "longer than sequence_len"
+BELOW_MINIMUM = "shorter than min_sample_len"
 REPEATED = "equal to an earlier row"
 TOO_SHORT = "too short for one block"
 TAIL = "ends of long documents too short for one block"
@@ -133,7 +134,7 @@ COMPLETION_TOO_LONG = "whose prompt and completions do not fit within sequence_l
 DROPPED = (
     *(EMPTY, NO_PROMPT, SAME_ROLE, EMPTY_TURN, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, NO_COMPLETION),
     *(COMPLETION_TOO_LONG, TOO_LONG, TOO_SHORT, TAIL, ONE_TOKEN, NOTHING_TO_PREDICT, NO_REPLY, REPLY_TOO_LONG),
-    *(NO_STEP, REPEATED),
+    *(NO_STEP, REPEATED, BELOW_MINIMUM),
 )
 OF_LENGTH = (TOO_SHORT, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, COMPLETION_TOO_LONG)  # which settings determine
 # Other counts.

@@ -40,14 +40,19 @@ class Tokens:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        self.tokenizer, self.text = tokenizer, text
-        self.ids: list[int] = token_ids(tokenizer, text)
+        self.tokenizer, self.text, self._encoding = tokenizer, text, None
+        if len(text) > LONGEST:
+            self.ids: list[int] = token_ids(tokenizer, text)
+        else:  # once, for the ranges as well
+            found = tokenizer(text, add_special_tokens=False, verbose=False)
+            self.ids, (self._encoding, *_) = found["input_ids"], found.encodings or [None]
 
     @cached_property
     def ranges(self) -> Spans:
         """The character range of each token; slow tokenizers have none, and raise NotImplementedError."""
         ranges, before = [], 0
-        for start, end in token_ranges(self.tokenizer, self.text):
+        encoding = self._encoding
+        for start, end in token_ranges(self.tokenizer, self.text) if encoding is None else encoding.offsets:
             # Some tokenizers exclude spaces from the range of a token, so that a token of spaces has an empty range.
             ranges.append((start if start < end else before, end))
             before = end

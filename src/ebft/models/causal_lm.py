@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import TASKS
 from ebft.errors import ModelError
+from ebft.transformers_internals import switch_adapter
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # types of weights that are numbers and nothing else
 
@@ -120,11 +121,11 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     with nullcontext() if layers else model.disable_adapter():
         try:
             for layer in enabled:
-                layer._disable_adapters = True
+                switch_adapter(layer, on=False)
             yield
         finally:
             for layer in enabled:
-                layer._disable_adapters = False
+                switch_adapter(layer, on=True)
 
 
 class WithoutHooks(nn.Module):

@@ -20,7 +20,7 @@ from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, war
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, find_base_model, find_model, pretrained_config, pretrained_model
-from ebft.models.weights import quantise_experts, quantises
+from ebft.models.weights import prepare_rounding, quantise_experts, quantises
 from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -104,7 +104,11 @@ def load_base_model(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # Else bitsandbytes repacks weights in the first pass without gradients, for products without a backward.
             module.support_avx512bf16_for_cpu = False
+    if config.reinit_weights:
+        model.load_state_dict(type(model)(model.config).state_dict())
     _fit_vocabulary(config, model, tokenizer)
+    if config.qat is not None:
+        prepare_rounding(model, config.qat)
     return model
 
 

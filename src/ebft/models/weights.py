@@ -8,12 +8,12 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -30,7 +30,75 @@ from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.weight_files import WeightFiles, weight_files
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
+if TYPE_CHECKING:
+    from ebft.config.keys.models import QatSection
+
 PACKED = torch.uint8
+GROUP_SIZE = 32  # weights that share a scale, with int4
+
+
+def torchao_settings(wanted: Any, device: torch.device) -> Any:
+    """The settings of torchao for linear layers, of the section `quantization` or `qat`."""
+    with doing("importing torchao (pip install 'ebft[quantize]')"):
+        from torchao import quantization
+
+    kind, size = (wanted.weight_dtype, wanted.activation_dtype), wanted.group_size or GROUP_SIZE
+    make: dict[tuple[str, str | None], Callable[[], Any]] = {
+        ("int8", None): lambda: quantization.Int8WeightOnlyConfig(
+            granularity=quantization.PerGroup(size) if wanted.group_size else quantization.PerRow()
+        ),
+        ("int8", "int8"): quantization.Int8DynamicActivationInt8WeightConfig,
+        ("int4", None): lambda: quantization.Int4WeightOnlyConfig(
+            size, int4_packing_format="tile_packed_to_4d" if device.type == "cuda" else "plain"
+        ),
+        ("int4", "int8"): lambda: quantization.Int8DynamicActivationIntxWeightConfig(
+            torch.int4, quantization.PerGroup(size)
+        ),
+        ("int4", "float8_e4m3fn"): quantization.Float8DynamicActivationInt4WeightConfig,
+        ("float8_e4m3fn", None): quantization.Float8WeightOnlyConfig,
+        ("float8_e4m3fn", "float8_e4m3fn"): quantization.Float8DynamicActivationFloat8WeightConfig,
+    }
+    return make[kind]()
+
+
+def prepare_rounding(model: nn.Module, wanted: QatSection) -> None:
+    """Give linear layers, and embeddings if `quantize_embedding`, a forward pass that rounds as quantisation does, with
+    the gradient of a pass that does not. It is off until `round_weights`; copies of the model keep it off."""
+    with doing("importing torchao (pip install 'ebft[quantize]')"):
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    of_groups = {"group_size": wanted.group_size} if wanted.group_size else {"granularity": "per_channel"}
+    of_weights = partial(IntxFakeQuantizeConfig, getattr(torch, wanted.weight_dtype, torch.int8), **of_groups)
+    if wanted.weight_dtype == "nvfp4" and not (
+        torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    ):
+        raise ModelError("qat.weight_dtype: nvfp4 needs a GPU of compute capability 10 (Blackwell). Set mxfp4 or int4.")
+    if wanted.weight_dtype in ("mxfp4", "nvfp4"):
+        from torchao.prototype import qat
+
+        kind = partial(qat.MXFakeQuantizeConfig, torch.float4_e2m1fn_x2, block_size=32)
+        both = (kind if wanted.weight_dtype == "mxfp4" else qat.NVFP4FakeQuantizeConfig)()
+        settings = QATConfig(weight_config=both, activation_config=both)
+    elif (wanted.weight_dtype, wanted.activation_dtype) == ("int8", None):
+        settings = QATConfig(weight_config=of_weights())
+    else:
+        settings = QATConfig(torchao_settings(wanted, torch.device("cpu")))
+    with doing(f"preparing the layers for qat, weight_dtype: {wanted.weight_dtype}"):
+        quantize_(model, settings)
+        if wanted.quantize_embedding:
+            is_embedding = lambda module, name: isinstance(module, nn.Embedding)
+            quantize_(model, QATConfig(weight_config=of_weights()), is_embedding)
+    for module in model.modules():
+        plain = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), type(module))
+        if type(module).__module__.startswith("torchao."):
+            vars(module)["rounding"], module.__class__ = type(module), plain
+
+
+def round_weights(model: nn.Module) -> None:
+    """Let the layers that `prepare_rounding` has prepared round from now on."""
+    for module in model.modules():
+        module.__class__ = vars(module).get("rounding", type(module))
 
 
 def quantise_experts(model: nn.Module, **options: Any) -> int:

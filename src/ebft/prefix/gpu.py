@@ -100,30 +100,30 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+# The stream for recording, and the last graph, whose memory the next one uses again: only one is in use at a time.
+_recordings: dict[str, Any] = {}
+
+
 class Recording:
     """What a function without arguments computes, as a CUDA graph: each `replay` reads and writes the same memory.
 
     The function must not read values on the host, and its kernels must have run before.
     """
 
-    _last: torch.cuda.CUDAGraph | None = None  # its memory is used again; only one recording is in use at a time
-    _stream: torch.cuda.Stream | None = None
-
     def __init__(self, function: Callable[[], Tensor]):
-        kind, current = Recording, torch.cuda.current_stream()
-        kind._stream = kind._stream or torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
+        stream = _recordings.setdefault("stream", torch.cuda.Stream())
+        last, self._graph = _recordings.get("last"), torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which collects garbage and gives all memory back before it records.
-        kind._stream.wait_stream(current)
-        with torch.cuda.stream(kind._stream), recorded_products() as self._report:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), recorded_products() as self._report:
             # Other threads, which load data or wait for other processes, may call CUDA meanwhile.
-            graph.capture_begin(pool=kind._last and kind._last.pool(), capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=last and last.pool(), capture_error_mode="thread_local")
             try:
                 self._result = function()
             finally:
-                graph.capture_end()
-        current.wait_stream(kind._stream)
-        kind._last = self._graph = graph
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        _recordings["last"] = self._graph
 
     def replay(self) -> Tensor:
         """Compute the function and return its result, valid until the next call."""

@@ -16,6 +16,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ebft import errors, files, machine, printed
+from ebft.models.weights import round_weights
 from ebft.monitor.budget import stop_training
 from ebft.run.config.schema import RunConfig
 from ebft.trainer import OverTrainer
@@ -25,13 +26,29 @@ _PATIENCE = 3  # of loss_watchdog_threshold
 
 
 def callbacks_of(config: RunConfig) -> Iterator[TrainerCallback]:
-    """The callbacks for `early_stopping_patience`, `loss_watchdog_threshold` and `profiler_steps`."""
+    """The callbacks for `early_stopping_patience`, `loss_watchdog_threshold`, `qat` and `profiler_steps`."""
     if config.early_stopping_patience is not None:
         yield EarlyStopping(config.early_stopping_patience)
     if config.loss_watchdog_threshold is not None:
         yield LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE)
+    if config.qat is not None:
+        yield RoundWeights(config.qat.fake_quant_after_n_steps or 0)
     if config.profiler_steps is not None:
         yield ProfileSteps(profiled_steps(config.profiler_steps, config.profiler_steps_start))
+
+
+class RoundWeights(TrainerCallback):
+    """Starts the rounding of `qat` after a number of steps; 0: before the evaluation at the start."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_step_begin(args, state, control, **kwargs)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self._after:
+            round_weights(kwargs["model"])
 
 
 class ProfileSteps(TrainerCallback):

@@ -188,7 +188,7 @@ class StridedLayout:
 
     `spans[d]` is the (start, end) of document d among the S tokens; `anchors[d]` lists the anchors of its blocks and
     is empty if the document is too short for a block. `merge_rollouts`: whether tokens that rollouts of a block begin
-    with in common are computed once. `cuda_graphs`: as in `BlockOptions`. `end_ids`: the tokens that end a text and a rollout. `vocabulary`: as in
+    in common are computed once. `end_ids`: the tokens that end a text and a rollout. `vocabulary`: as in
     `BlockOptions`. Tensors returned to users are (B, N, NB, ...), see `for_users`.
     """
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ebft.errors import DataError
 from tests.data.conftest import tokenised
 
 
@@ -68,6 +69,22 @@ def test_alpaca_chat(texts, type, row, question):
 def test_a_format_of_the_config(texts, keys, row, prompt):
     for type, entry in ((keys, {}), ("user_defined", {"user_defined": keys})):
         assert texts(type, row, entry) == (f"<|begin|>{prompt}", "3<|end|>")
+
+
+def test_rows_of_tokens_are_the_rows_that_they_were_made_of(tokenizer):
+    turns = [{"text": text, "label": label} for text, label in zip("abcd", [False, True] * 2)]
+    for type, given in (("input_output", {"segments": turns}), ("alpaca", ADD), ("completion", {"text": "one two"})):
+        (row,) = tokenised(tokenizer, type, given)
+        padded = {"input_ids": [0, *row["input_ids"]], "labels": [-100, *row["labels"]]}
+        (found,) = tokenised(tokenizer, None, padded | {"attention_mask": [0] + [1] * len(row["labels"])})
+        assert all(found[field] == row[field] for field in ("input_ids", "labels", "prompt_length")), type
+        if type == "input_output":
+            assert found["turn_spans"] == row["turn_spans"] == [[1, 2], [3, 4]]
+    (found,) = tokenised(tokenizer, "tokens", {"input_ids": row["input_ids"]})
+    assert found["labels"] == row["input_ids"] and found["prompt_length"] == 0
+    for wrong, message in (({"labels": [3, 5]}, "labels are"), ({"input_ids": [3, 10**6]}, "does not have")):
+        with pytest.raises(DataError, match=message):
+            tokenised(tokenizer, "tokens", {"input_ids": [3, 4], **wrong})
 
 
 @pytest.fixture

@@ -169,7 +169,12 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
     @model_validator(mode="before")
     @classmethod
     def _format_as_type(cls, data: Any) -> Any:
-        """Move prompts that `type` describes, and keys of prompts beside it, to `user_defined`; not preference data."""
+        """Move prompts that `type` describes, and keys of prompts beside it, to `user_defined`; not preference data.
+
+        An empty `type` means rows of tokens, as in axolotl.
+        """
+        if isinstance(data, dict) and data.get("type", "") is None:
+            return data | {"type": "tokens"}
         if not isinstance(data, dict) or not isinstance(data.get("type"), dict | str):
             return data
         if isinstance(data["type"], str):
@@ -239,6 +244,8 @@ class DataKeys(Section):
     """SFT and strided mode: what happens to rows of more than sequence_len tokens: truncate keeps their beginning, drop
     none of them, and raise stops the run. If unset, text without a prompt is cut into windows, and other rows are
     truncated."""
+    min_sample_len: Annotated[int, Field(ge=1)] | None = None
+    """SFT and strided mode: rows of fewer tokens are dropped."""
     dataset_exact_deduplication: bool = False
     """Drop rows that are equal to an earlier row after the transform, before documents are held out; the rows of
     test_datasets are compared among themselves."""

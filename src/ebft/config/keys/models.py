@@ -1,6 +1,6 @@
 """Config keys of the base model, its tokenizer, attention and adapter, and of sharding it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -51,6 +51,36 @@ class BitsAndBytesKeys(Section):
     def four_bit(self) -> dict[str, Any]:
         """Arguments of bitsandbytes' `quantize_4bit` that determine the values."""
         return {"quant_type": self.bnb_4bit_quant_type, "compress_statistics": self.bnb_4bit_use_double_quant}
+
+
+# dtypes of weights and of inputs that torchao can round during training.
+_ROUNDED = {("int8", None), ("int4", None), ("int4", "int8"), ("int4", "float8_e4m3fn")}
+_ROUNDED |= {("float8_e4m3fn", "float8_e4m3fn"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")}
+
+
+class QatSection(Section):
+    """The section `qat:`."""
+
+    weight_dtype: Literal["int8", "int4", "float8_e4m3fn", "mxfp4", "nvfp4"] = "int8"
+    """dtype that weights of linear layers are rounded to; nvfp4 needs a GPU of compute capability 10 (Blackwell)."""
+    activation_dtype: Literal["int8", "float8_e4m3fn", "mxfp4", "nvfp4"] | None = None
+    """dtype that inputs of linear layers are rounded to."""
+    group_size: Annotated[int, Field(ge=2)] | None = None
+    """Number of weights with the same scale, for int8 and int4. If unset, 32 for int4, and one row for int8."""
+    quantize_embedding: bool = False
+    """Also round embeddings, with weight_dtype: int8 or int4."""
+    fake_quant_after_n_steps: Annotated[int, Field(ge=0)] | None = None
+    """Number of first steps without rounding."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        pair = self.weight_dtype, self.activation_dtype
+        if pair not in _ROUNDED or (self.quantize_embedding and pair[0] not in ("int8", "int4")):
+            known = "; ".join(sorted(f"{weights}, {inputs or 'unset'}" for weights, inputs in _ROUNDED))
+            raise ValueError(
+                f"qat: the pairs of weight_dtype and activation_dtype are {known}; embeddings are integers."
+            )
+        return self
 
 
 class ModelKeys(Section):
@@ -104,6 +134,11 @@ class ModelKeys(Section):
     without this key."""
     bnb_config_kwargs: BitsAndBytesKeys = Field(default_factory=BitsAndBytesKeys)
     """Settings of bitsandbytes for load_in_4bit and load_in_8bit, which ebft merge-lora repeats."""
+    reinit_weights: bool = False
+    """Start from random weights, of the model's own initialisation, instead of those of base_model."""
+    qat: QatSection | None = None
+    """Quantisation-aware training with torchao: forward passes round weights, and inputs, as quantisation does. Only
+    for SFT without an adapter. What is saved is not rounded, see ebft quantize."""
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
     quantize_moe_experts: bool = False
     """With load_in_4bit: also store fused experts in 4 bits, which are dequantised while a layer runs."""

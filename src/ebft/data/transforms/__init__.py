@@ -108,6 +108,7 @@ TRANSFORMS: dict[str, BuiltIn] = {
     **_twins("instructions", "alpaca_chat.transform", "alpaca_chat.transform_prompts", "last", _OF_PAIRS),
     **_twins("user_defined", "user_defined.transform", "user_defined.transform_prompts", "", _WRITTEN),
     "input_output.transform": BuiltIn("segments", _TOKENS),
+    "tokens.transform": BuiltIn("tokens", _TOKENS, reads=()),
     "nemo_gym.transform": BuiltIn("nemo_gym", _PROMPTS, reads=_CHAT),
     "bradley_terry.chat_template": BuiltIn("any", ("comparisons",), reads=(*_LAST_TURN, "field_tools", *_REPLIES)),
     "stepwise_supervised.transform": BuiltIn("steps", ("steps",), reads=(*_NO_SYSTEM, *_STEPS)),

@@ -45,6 +45,8 @@ def built_in_transform(name: str, cfg: Any, dataset: Any, **kwargs: Any) -> Tran
         return _steps(dataset)
     if found.format == "segments":
         return _segments(cfg, dataset)
+    if found.format == "tokens":
+        return _tokenised(cfg)
     if found.format == "nemo_gym":
         return _nemo_gym(cfg, dataset)
     kind = cfg.required_rows.kind if cfg.required_rows.kind in found.rows else found.rows[0]
@@ -311,16 +313,38 @@ def _segments(cfg: Any, entry: Any) -> Transform:
             if not is_one or not isinstance(segment.get("text"), str | None):
                 raise DataError(f"column {column!r}, segment {number}: expected {{text: ..., label: true or false}}.")
         parts = [(encode(tokenizer, each["text"] or "", special=False), each["label"]) for each in segments]
-        groups = itertools.groupby((part for part in parts if part[0]), key=lambda part: part[1])
-        joined = [([token for ids, _ in group for token in ids], label) for label, group in groups]
-        row = segments_row(joined or [([], True)], cfg.train_on_inputs)
-        ends = list(itertools.accumulate(len(ids) for ids, _ in joined))
-        row["turn_spans"] = [[end - len(ids), end] for end, (ids, label) in zip(ends, joined) if label]
-        if joined and not joined[-1][1] and len(joined) > 1:
-            row["prompt_length"] -= len(joined[-2][0])  # the last segment is not trained on
-        return row
+        return _joined_row([(token, label) for ids, label in parts for token in ids], cfg.train_on_inputs)
 
     return transform_fn, _ALL
+
+
+def _tokenised(cfg: Any) -> Transform:
+    """Rows of tokens: `input_ids`, and optionally `attention_mask` and `labels`, -100 where none is trained on."""
+
+    def transform_fn(example, tokenizer=None):
+        ids = value_of(example, "input_ids")
+        labels, mask = (example.get(name) or default for name, default in (("labels", ids), ("attention_mask", ids)))
+        if not len(ids) == len(labels) == len(mask) or any(label not in (IGNORE, i) for i, label in zip(ids, labels)):
+            raise DataError("labels are the tokens of input_ids or -100, and as many as input_ids and attention_mask.")
+        if len(ids) and not 0 <= min(ids) <= max(ids) < len(tokenizer):
+            raise DataError(f"input_ids has tokens that the tokenizer, with {len(tokenizer)} tokens, does not have.")
+        kept = mask if "attention_mask" in example else [1] * len(ids)
+        pairs = [(token, label != IGNORE) for token, label, is_kept in zip(ids, labels, kept) if is_kept]
+        return _joined_row(pairs, cfg.train_on_inputs)
+
+    return transform_fn, _ALL
+
+
+def _joined_row(tokens: list[tuple[int, bool]], train_on_inputs: bool) -> dict[str, Any]:
+    """Fields of a row of (token, trained on); each run of tokens that are trained on is a turn."""
+    groups = itertools.groupby(tokens, key=lambda pair: pair[1])
+    joined = [([token for token, _ in group], label) for label, group in groups]
+    row = segments_row(joined or [([], True)], train_on_inputs)
+    ends = list(itertools.accumulate(len(ids) for ids, _ in joined))
+    row["turn_spans"] = [[end - len(ids), end] for end, (ids, label) in zip(ends, joined) if label]
+    if joined and not joined[-1][1] and len(joined) > 1:
+        row["prompt_length"] -= len(joined[-2][0])  # the last segment is not trained on
+    return row
 
 
 def _nemo_gym(cfg: Any, dataset: Any) -> Transform:

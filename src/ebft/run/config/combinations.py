@@ -105,6 +105,10 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "quantize_moe_experts is not supported with fsdp and deepspeed, which shard weights. Remove one."
     if c.load_in_8bit and c.adapter is None:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
+    if c.qat is not None and (c.adapter is not None or c.rl is not None or c.reward_model or c.process_reward_model):
+        yield "qat is for SFT of all weights. Remove it, and use ebft quantize afterwards."
+    if c.reinit_weights and c.adapter is not None:
+        yield "reinit_weights: true would train an adapter of random weights that are not saved. Remove one."
     if c.quantize_moe_experts and not c.load_in_4bit:
         yield "quantize_moe_experts: true requires load_in_4bit: true. Add it, or remove quantize_moe_experts."
     if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):

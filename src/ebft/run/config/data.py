@@ -96,6 +96,8 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
     only = {"tokens": None, "steps": "truncate"}.get(required.kind, "drop")
     if given is not None and only is not None and given != only:
         yield f"excess_length_strategy: {given} is not supported with {required.method}: always {only}. Remove it."
+    if config.min_sample_len is not None and required.kind != "tokens":
+        yield f"min_sample_len is not supported with {required.method}. Remove short rows from the data."
     if config.train_on_inputs and _roles(config):
         yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one."
 

@@ -191,7 +191,7 @@ class SharedPromptSampler:
 
 
 class _RecordedDecoder:
-    """Decode passes over a cache. The second one of each shape is recorded, and repeated while the shape is the same."""
+    """Decode passes over a cache. The second one of a shape is recorded, and repeated while the shape is the same."""
 
     def __init__(self, causal_lm: PreTrainedModel, cache: SharedCache) -> None:
         self._causal_lm, self._cache = causal_lm, cache

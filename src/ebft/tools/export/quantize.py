@@ -17,6 +17,7 @@ from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import ModelError, doing
 from ebft.files import json_object, read_text
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
+from ebft.models.weights import GROUP_SIZE, torchao_settings
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ebft.methods.base_config import QuantizationSection
     from ebft.run.config.schema import RunConfig
 
-GROUP_SIZE = 32  # weights that share a scale, with int4
 _SMALLER = "Use a smaller power of 2, or weight_dtype: int8 without group_size."
 WINDOW = 512  # tokens of a text that are scored with their own context
 
@@ -85,30 +85,6 @@ def quantize_model(
         after = perplexity(pretrained_model(str(staged), **options).eval(), scored)
     size, own = sum(weight.nbytes for weight in weights), sum(path.stat().st_size for path in to.glob("*.safetensors"))
     return QuantizeResult(given, size, own, sum(len(one.scored) for one in scored), before, after)
-
-
-def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
-    """The settings of torchao for linear layers."""
-    with doing("importing torchao (pip install 'ebft[quantize]')"):
-        from torchao import quantization
-
-    kind, size = (wanted.weight_dtype, wanted.activation_dtype), wanted.group_size or GROUP_SIZE
-    make: dict[tuple[str, str | None], Callable[[], Any]] = {
-        ("int8", None): lambda: quantization.Int8WeightOnlyConfig(
-            granularity=quantization.PerGroup(size) if wanted.group_size else quantization.PerRow()
-        ),
-        ("int8", "int8"): quantization.Int8DynamicActivationInt8WeightConfig,
-        ("int4", None): lambda: quantization.Int4WeightOnlyConfig(
-            size, int4_packing_format="tile_packed_to_4d" if device.type == "cuda" else "plain"
-        ),
-        ("int4", "int8"): lambda: quantization.Int8DynamicActivationIntxWeightConfig(
-            torch.int4, quantization.PerGroup(size)
-        ),
-        ("int4", "float8_e4m3fn"): quantization.Float8DynamicActivationInt4WeightConfig,
-        ("float8_e4m3fn", None): quantization.Float8WeightOnlyConfig,
-        ("float8_e4m3fn", "float8_e4m3fn"): quantization.Float8DynamicActivationFloat8WeightConfig,
-    }
-    return make[kind]()
 
 
 def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedModel) -> TorchAoConfig:

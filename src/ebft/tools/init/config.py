@@ -17,6 +17,7 @@ from ebft.data.file_formats import files_by_split
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
 from ebft.errors import ConfigError, DataError, ModelError, doing
+from ebft.machine import bfloat16_is_fast
 from ebft.methods import named_methods
 from ebft.methods.method import Method, selected_method
 from ebft.models.load import load_model_config
@@ -64,6 +65,8 @@ def draft(
     note = f"Not {', '.join(refused)}: {next(iter(refused.values()))}" if refused and method is None else None
     method = _method(method, fitting, refused, shapes, choose)
     found = Draft({"base_model": model} | _settings_of(method, given))
+    if "adapter" in found.values and not torch.accelerator.is_available() and bfloat16_is_fast():
+        found.set("bf16", True, "this processor multiplies faster in bfloat16; the adapter is in float32")
     _add_data(found, method, sources, shapes)
     found.notes += filter(None, (note, missing))
     if any(shape.has_chats for shape in shapes) and tokenizer is not None and template is None:

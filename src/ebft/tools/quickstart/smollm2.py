@@ -12,7 +12,6 @@ import ast
 import hashlib
 import json
 import re
-import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ebft.errors import FetchError, ModelError
+from ebft.machine import bfloat16_is_fast
 from ebft.models.pretrained import load_tokenizer
 from ebft.run.config.schema import load_config
 from ebft.tools.fetch import fetch_model, fetch_wheel
@@ -200,21 +198,3 @@ def write_task_rows(folder: Path, tokenizer: Any) -> None:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
         (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         console.print(f"{part}.jsonl: {len(kept)} messages of {names}")
-
-
-def bfloat16_is_fast() -> bool:
-    """Whether this machine multiplies faster in bfloat16, measured: processors without its instructions emulate it."""
-    if torch.accelerator.is_available():
-        return True
-    return _product_seconds(torch.bfloat16) < _product_seconds(torch.float32)
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    """Seconds of a product of the size that is common in SmolLM2-135M, the fastest of several."""
-    inputs, weights = torch.ones(512, 576, dtype=dtype), torch.ones(1536, 576, dtype=dtype)
-    seconds = []
-    for _ in range(10):
-        started = time.perf_counter()
-        torch.nn.functional.linear(inputs, weights)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)

@@ -1,0 +1,72 @@
+"""Rounding during training is what quantisation does afterwards, in forward passes of the trained model alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+from transformers import AutoModelForCausalLM
+
+from ebft import train
+from ebft.config.keys.models import QatSection
+from ebft.errors import ConfigError, ModelError
+from ebft.methods.base_config import QuantizationSection
+from ebft.models.weights import prepare_rounding, round_weights, torchao_settings
+from tests.strided.families import tiny_model
+
+
+@pytest.mark.parametrize("keys", [
+    {"weight_dtype": "int8"}, {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 16},
+])  # fmt: skip
+def test_layers_round_as_they_are_quantised(keys):
+    model = tiny_model("llama").eval()
+    plain, quantised, ids = copy.deepcopy(model), copy.deepcopy(model), torch.arange(3, 30)[None]
+    prepare_rounding(model, QatSection(**keys))
+    frozen = copy.deepcopy(model)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=0)
+    round_weights(model)
+    quantize_(quantised, torchao_settings(QuantizationSection(**keys), torch.device("cpu")))
+    wanted = quantised(ids).logits
+    torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-3)
+    assert (wanted - plain(ids).logits).abs().max() > 0.01
+    torch.testing.assert_close(frozen(ids).logits, plain(ids).logits, rtol=0, atol=0)
+    model(ids).logits.square().sum().backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in model.parameters())
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_embeddings_and_mxfp4():
+    model, ids = tiny_model("llama", hidden_size=32, intermediate_size=64).eval(), torch.arange(3, 30)[None]
+    before = model(ids).logits
+    for section in (
+        {"weight_dtype": "int4", "quantize_embedding": True},
+        {"weight_dtype": "mxfp4", "activation_dtype": "mxfp4"},
+    ):
+        rounding = copy.deepcopy(model)
+        prepare_rounding(rounding, QatSection(**section))
+        round_weights(rounding)
+        assert 0.01 < (rounding(ids).logits - before).abs().max() < before.abs().max()
+        kind = type(rounding.get_input_embeddings())
+        assert (kind is not nn.Embedding) == ("quantize_embedding" in section)
+    with pytest.raises(ModelError, match="nvfp4 needs a GPU"):
+        prepare_rounding(model, QatSection(weight_dtype="nvfp4", activation_dtype="nvfp4"))
+
+
+def test_a_run_rounds_after_some_steps_and_saves_what_is_not_rounded(make, out):
+    losses = {}
+    for after in (None, 2, 9):
+        qat = {"weight_dtype": "int4", "group_size": 8, "fake_quant_after_n_steps": after}
+        trainer = train(
+            make(max_steps=3, logging_steps=1, qat=qat, learning_rate=1e-5, output_dir=f"{out}{after}")
+        ).trainer
+        losses[after] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        saved = AutoModelForCausalLM.from_pretrained(f"{out}{after}").state_dict()
+        assert all(saved[name].equal(weight) for name, weight in trainer.model.state_dict().items())
+    assert losses[2][:2] == losses[9][:2] and losses[2][2] != losses[9][2] and losses[None][0] != losses[9][0]
+
+
+@pytest.mark.parametrize("keys", [{"adapter": "lora", "lora_r": 2}, {"rl": "dpo"}])
+def test_methods_without_rounding(make, keys):
+    with pytest.raises(ConfigError, match="qat is for SFT of all weights"):
+        make(qat={"weight_dtype": "int4"}, **keys)
