@@ -1,6 +1,7 @@
-"""What many tests share: a small tokenizer and a tiny random model, saved as a user would have them."""
+"""What many tests share: the command line, a small tokenizer and a tiny random model, as a user would have them."""
 
 import gc
+import json
 import os
 import sysconfig
 from collections import Counter
@@ -107,6 +108,56 @@ def tiny_gguf(tiny_llama_dir, tmp_path_factory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     write_gguf(path, model, AutoTokenizer.from_pretrained(tiny_llama_dir))
     return path
+
+
+@pytest.fixture
+def ebft():
+    """`ebft("config", "--check", path)`: the command line in this process."""
+    from typer.testing import CliRunner
+
+    from ebft.tools.cli import app
+    from tests.cli.conftest import TERMINAL
+
+    def run(*arguments):
+        width = {"COLUMNS": os.environ["COLUMNS"]} if "COLUMNS" in os.environ else {}  # a test may set another one
+        return CliRunner(env=TERMINAL | width).invoke(app, [str(argument) for argument in arguments])
+
+    return run
+
+
+@pytest.fixture
+def refused(ebft):
+    """`refused("train", path)`: what a command says that ends with exit code 2, in one line."""
+    from tests.cli.conftest import flat
+
+    def run(*arguments):
+        result = ebft(*arguments)
+        assert result.exit_code == 2 and "Traceback" not in result.output, (arguments, result.output)
+        return flat(result.stderr)
+
+    return run
+
+
+@pytest.fixture
+def run_file(tiny_llama_dir, tmp_path):
+    """A strided config with a section for each method, over twelve pairs."""
+    rows = [{"input": f"question {i} is", "output": f" the answer to it is {i}, and no other"} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    strided = {"mode": "strided", "context_length": 4, "stride": 4, "generate_max_len": 2, "n_samples_per_prompt": 2}
+    config = {"base_model": str(tiny_llama_dir), "special_tokens": {"pad_token": "<|end|>"}, "sequence_len": 64}
+    config |= {"rl": "ebft", "ebft": strided, "trl": {"num_generations": 2, "max_completion_length": 6}}
+    config |= {"datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "ebft_strided_structured.transform"}]}
+    config |= {"val_set_size": 2, "micro_batch_size": 2, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    """A tokenizer with a token for each byte and a chat template."""
+    from tests.structured.conftest import make_chat_tokenizer
+
+    return make_chat_tokenizer()
 
 
 @pytest.fixture(scope="session")

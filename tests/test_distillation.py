@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from ebft import RunConfig, train
-from ebft.errors import ConfigError, DataError
+from ebft import RunConfig, errors, train
 from tests.golden.runs import LORA, is_of_the_machine, sentence
 from tests.preferences.runs import write_inputs
 
@@ -126,10 +125,10 @@ def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
     turns = [{"messages": [*row["messages"], *row["messages"]]} for row in CHATS]
     long = [{"input": "one " * 25, "output": "two " * 5}] * 4
     for error, words, changes in (
-        (ConfigError, "temperature cannot be set here", {"trl": {"generation_kwargs": {"temperature": 2.0}}}),
-        (DataError, "training row 0 has several turns", {"rows": turns}),
-        (DataError, "3 prompts are fewer than the 4", {"rows": TEXTS[:3]}),
-        (DataError, "row 0: the .* positions of the model",
+        (errors.ConfigError, "temperature cannot be set here", {"trl": {"generation_kwargs": {"temperature": 2.0}}}),
+        (errors.DataError, "training row 0 has several turns", {"rows": turns}),
+        (errors.DataError, "3 prompts are fewer than the 4", {"rows": TEXTS[:3]}),
+        (errors.DataError, "row 0: the .* positions of the model",
          {"rows": long, "sequence_len": 512,
           "sdft": {"teacher_prompt_template": "{prompt}" * 5 + "{privileged_context}"}}),
     ):  # fmt: skip

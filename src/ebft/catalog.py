@@ -140,10 +140,7 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     if kind == "model" and name in MODELS:
         folder = fetched_folder(name)
         if folder is None:
-            raise ModelError(
-                f"{key}: {name!r} is a model of `ebft fetch`, but it is not on this machine yet. Run "
-                f"`ebft fetch {name}` first."
-            )
+            raise ModelError(f"{key}: the model {name!r} is not on this machine yet. Run `ebft fetch {name}` first.")
         return folder
     if looks_local(name):
         raise error(

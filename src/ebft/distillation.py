@@ -27,8 +27,7 @@ from ebft.structured.rollouts.local import only_config
 from ebft.structured.trl import EpochSampler, positions_from_mask
 from ebft.trainer import OverTrainer
 
-with warnings.catch_warnings():  # of TRL, on import; the documentation says it
-    warnings.simplefilter("ignore", UserWarning)
+with warnings.catch_warnings(action="ignore", category=UserWarning):  # of TRL, on import; the documentation says it
     from trl.experimental import sdft
     from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder
 

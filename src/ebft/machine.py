@@ -145,9 +145,7 @@ def gib(size: float) -> str:
 
 LAUNCH_FOLDER = "EBFT_LAUNCH_FOLDER"  # environment variable: the folder that the processes of one machine share
 TYPED = "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if not the process's words
-LAUNCH_PARENT = (
-    "EBFT_PARENT"  # environment variable: the id of the command that started this one, and stops it when it ends
-)
+LAUNCH_PARENT = "EBFT_PARENT"  # environment variable: the id of the command that starts and stops this one
 COMMAND_FILE = "command.json"  # file in it: the words of the command that started the launch
 FAILED_FILE = "failed"  # file in it: the rank of the first process that reported an error
 ERROR_FILE = "error"  # file in it: the error of that process, if it may follow from the end of another one

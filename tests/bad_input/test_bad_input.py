@@ -13,8 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebft.tools.cli import app
-from ebft.tools.console import show_warnings
+from ebft.tools import cli, console
 from tests.bad_input import data_files, models, runs
 from tests.bad_input.cases import BASE, PAIRS, ROWS, bad, good
 
@@ -77,8 +76,8 @@ def invoke(tmp_path, monkeypatch):
             sys.modules.pop(name, None)
         runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "HOME": str(tmp_path)})
         with warnings.catch_warnings():
-            show_warnings()
-            result = runner.invoke(app, case.command.split())
+            console.show_warnings()
+            result = runner.invoke(cli.app, case.command.split())
         crashed = result.exception is not None and not isinstance(result.exception, SystemExit)
         said = f"{type(result.exception).__name__}: {result.exception}" if crashed else ""
         plain = re.sub(r"\x1b\[[0-9;]*m", "", result.stderr)

@@ -13,9 +13,7 @@ from typer.main import get_command
 from ebft.run.config.schema import RunConfig
 from ebft.tools.cli import app
 from tests.cli.conftest import ENVIRONMENT, plain
-from tests.run.test_methods import run_file
 
-__all__ = ["run_file"]
 RUN = "base_model: nowhere/model\ndatasets:\n  - {path: some/data, type: completion}\nmax_steps: 7\n"
 LORA = ["adapter=lora", "lora_r=2", "lora_alpha=4", "lora_target_linear=true"]
 

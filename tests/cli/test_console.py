@@ -7,9 +7,6 @@ import sys
 import pytest
 
 from tests.cli.conftest import ENVIRONMENT
-from tests.run.test_methods import run_file
-
-__all__ = ["run_file"]
 
 
 @pytest.mark.slow

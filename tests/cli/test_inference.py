@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 from ebft.run.config.schema import load_config
 from ebft.run.reporting import description
 from ebft.tools.cli import app
-from ebft.tools.inference.models import model_in_folder
-from ebft.tools.inference.sampling import Sampler, SamplingOptions
+from ebft.tools.inference import models, sampling
 from tests.cli.conftest import TERMINAL, flat
 from tests.inference.conftest import config_file, folders
 
@@ -18,7 +17,7 @@ OPTIONS = ("--max-new-tokens", "8", "--temperature", "0")
 
 
 def greedy(folder, prompt, base=False):
-    sampler = Sampler(model_in_folder(str(folder)), SamplingOptions(8, 0.0))
+    sampler = sampling.Sampler(models.model_in_folder(str(folder)), sampling.SamplingOptions(8, 0.0))
     return sampler.text(sampler.reply_ids(prompt, base)[0])
 
 

@@ -11,10 +11,8 @@ from ebft.run_files import is_alive, read_run
 from ebft.tools.cli import training as tui
 from ebft.tools.dashboard.tui import Training
 from tests.dashboard.runs import append, log_line, write_run
-from tests.run.test_methods import run_file
 from tests.terminal import Terminal, ebft_command
 
-__all__ = ["run_file"]
 LONG = ("rl=", "max_steps=100000", "save_steps=100000", "save_strategy=steps", "eval_strategy=no", "logging_steps=1")
 
 

@@ -21,8 +21,7 @@ def dataset(**keys):
 
 def warned(make, **keys):
     """A config and its warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         return make(**keys), [str(warning.message) for warning in caught]
 
 

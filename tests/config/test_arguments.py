@@ -10,6 +10,7 @@ from ebft.errors import ConfigError
 from ebft.run.checks import Machine
 from ebft.run.trainer import planned_steps, training_kwargs
 from ebft.transformers_internals import checkpointing_argument
+from tests.config.conftest import warned
 from tests.config.test_messages import CPU, GPU, PREFERENCES, PROMPTS, config
 
 AMPERE = Machine(has_accelerator=True, supports_bf16=True, supports_tf32=True)
@@ -97,11 +98,9 @@ def test_a_run_that_stops_early_loads_its_best_checkpoint(make, keys, loads_best
     from transformers import TrainingArguments
 
     config = make(early_stopping_patience=2, **EVAL, **keys)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = kwargs(config, has_eval=True)
+    found, said = warned(kwargs, config=config, has_eval=True)
     assert found.get("load_best_model_at_end") is loads_best
-    assert any("the result is the last model" in str(each.message) for each in caught) == (loads_best is None)
+    assert any("the result is the last model" in text for text in said) == (loads_best is None)
     TrainingArguments(**found)
 
 

@@ -34,8 +34,7 @@ def test_other_names(entry, given, key, value):
 
 @pytest.mark.parametrize("keys", [{"roles_to_train": None}, {"train_on_eos": None, "roles_to_train": None}])
 def test_empty_keys_of_labels_have_one_warning(entry, keys):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         config = entry(keys)
         stored = entry(config.model_dump())
     assert config.roles_to_train is None and stored.train_on_eos is None

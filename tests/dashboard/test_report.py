@@ -11,11 +11,9 @@ from ebft import train, training_outcome
 from ebft.tools.dashboard.live import LiveRun
 from ebft.tools.dashboard.panels import health
 from ebft.tools.dashboard.report import report, write_report
-from tests.cli.conftest import ebft
 from tests.dashboard.runs import append, held_out_line, log_line, prompt_entry, strided_entry, write_run
-from tests.run.test_methods import quietly, run_file
+from tests.run.test_methods import quietly
 
-__all__ = ["ebft", "run_file"]
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&\x1b[31m"
 
 

@@ -10,9 +10,7 @@ from ebft.strided.output import _characters_before
 from ebft.tools.dashboard.report import report
 from ebft.tools.dashboard.rollouts import all_samples, first_and_last, sample_text, samples_of, without_repetitions
 from tests.dashboard.runs import append, prompt_entry, strided_entry
-from tests.run.test_methods import OVERRIDES, quietly, run_file
-
-__all__ = ["run_file"]
+from tests.run.test_methods import OVERRIDES, quietly
 
 
 def test_samples_of_a_block_and_copies_of_its_completions():

@@ -45,8 +45,7 @@ def tokenised(tokenizer, type, *rows, entry=None, **keys):
 
 def warned(function, *args, **keys):
     """The warnings of a call."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         function(*args, **keys)
     return [str(warning.message) for warning in found]
 

@@ -103,14 +103,6 @@ def test_messages_name_the_files_of_a_folder(tmp_path, make_config, tokenizer, c
         load_token_rows(make_config(tmp_path, **PLAIN, excess_length_strategy="raise"), tokenizer)
 
 
-def test_a_long_row_stops_the_run_if_it_should(load, write_jsonl):
-    first, second = write_jsonl([{"text": TEXT}], "a.jsonl"), write_jsonl([{"text": ""}, {"text": TEXT * 6}], "b.jsonl")
-    keys = {**PLAIN, "datasets": [{"path": str(path), "type": "completion"} for path in (first, second)]}
-    with pytest.raises(DataError, match=r"b.jsonl, train, row 1 exceeds sequence_len: 64 tokens \(excess_length"):
-        load([], **keys, excess_length_strategy="raise")
-    assert len(load([], **keys, excess_length_strategy="drop")[0]) == 1
-
-
 def test_repeated_rows_are_dropped_before_any_are_held_out(load, write_jsonl, tokenizer, capsys):
     texts = [f"{TEXT} {number % 6}" for number in range(24)]
     paths = [write_jsonl([{"text": text} for text in part], f"{len(part)}.jsonl") for part in (texts, texts[:1])]

@@ -28,9 +28,8 @@ def test_tokens_of_a_block(tokenizer):
     text = "é <think>¿so?</think>\n\nFour 🙂."
     mask = Tokens(tokenizer, text).mask(thinking_spans(text))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    thought, spoken = (
-        tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on == is_on]) for is_on in (True, False)
-    )
+    of = lambda is_on: tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on == is_on])
+    thought, spoken = of(True), of(False)
     # The space before a tag may share its token.
     assert thought.strip() == "<think>¿so?</think>" and spoken.replace(" ", "") == "éFour🙂."
     assert not any(Tokens(tokenizer, text).mask([]))

@@ -58,7 +58,7 @@ def test_several_processes_give_the_same_rows(run_own, tokenizer):
       for ids, labels, wrong in (("[-1]", "[1]", -1), ("[1.5]", "[1]", 1.5), ("[1]", "[10**6]", 10**6),
                                  ("[-100]", "[1]", -100))),
     (simple('{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [0, 1]}'), "must be ones followed by zeros"),
-    *((simple(f'{{"input_ids": [1, 2], "labels": [1, 2], {field}}}'), "must be in order and within 2 tokens")
+    *((simple(f'{{"input_ids": [1, 2], "labels": [1, 2], {field}}}'), "must be in order within 2 tokens")
       for field in ('"prompt_length": 3', '"turn_spans": [(0, 3)]', '"turn_spans": [(1, 2), (0, 1)]')),
     (simple('example["b"]'), r"row 0: KeyError: 'b' \(.*, line 4: .*\). The row has the columns a"),
 ])  # fmt: skip

@@ -48,8 +48,7 @@ def test_configs_are_valid(block, tmp_path):
             check_config(part)
         return
     lines = block.code.split("\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         if block.highlighted:
             with pytest.raises(AssertionError):
                 check_config(parse_yaml(block.code))
@@ -85,8 +84,7 @@ def test_programs_define_their_names(page):
 
 def _checked(check, arguments, where):
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             check(arguments)
     except (AssertionError, ConfigError) as error:
         raise AssertionError(f"{where}\n{error}") from None

@@ -6,15 +6,13 @@ import re
 import pytest
 from datasets import Dataset
 
-from ebft.models.load import load_model_config
-from ebft.models.pretrained import load_tokenizer
+from ebft.models import load, pretrained
 from ebft.run.config.schema import load_config
 from ebft.tools.doctor.memory import advice, memory_checks, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
-from tests.cli.conftest import ebft, plain
+from tests.cli.conftest import plain
 from tests.golden.runs import write_inputs
 
-__all__ = ["ebft"]
 # A level, the name of a check, and its message, which may have several lines.
 _LINE = r"^(ok|warning|error) +(.*?): ((?:.|\n(?!ok|warning|error|\d+ errors))*)"
 MODELS = ["model", "optimizer", "loss and backward"]
@@ -125,7 +123,7 @@ def needs_of(path, overrides=(), longest=100):
     row = {"input_ids": [1] * longest, "prompt_length": 0}
     prompts = (PromptLength(((longest // 2, longest // 2),)),) if config.method.rows == "prompts" else ()
     rows = LongestRows([row] * 16, prompts, longest)
-    return needs(config, load_model_config(config), rows)
+    return needs(config, load.load_model_config(config), rows)
 
 
 def test_the_tokens_of_a_step_on_several_turns(tmp_path):
@@ -192,7 +190,7 @@ def test_savings_lower_the_phase_of_the_peak(tmp_path, name, phase, listed, left
 def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor):
     path = write_inputs("structured_single_turn", tmp_path)
     config = load_config(path)
-    tokenizer = load_tokenizer(config)
+    tokenizer = pretrained.load_tokenizer(config)
     data = Dataset.from_list([{"prompt": "a", "ground_truth": "b" * 4}, {"prompt": "a b c", "ground_truth": "d"}])
     lengths = row_lengths(config, tokenizer, data)
     prompt = len(tokenizer("a b c")["input_ids"])

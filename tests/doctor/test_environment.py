@@ -2,9 +2,6 @@ import json
 import sys
 
 from ebft.tools.doctor.environment import relevant_variables
-from tests.cli.conftest import ebft
-
-__all__ = ["ebft"]
 
 
 def test_the_text_has_versions_machine_and_devices(ebft, monkeypatch):

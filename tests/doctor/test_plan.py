@@ -12,8 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, inputs_of
-from ebft import RunConfig, train
-from ebft.errors import ModelError
+from ebft import RunConfig, errors, train
 from ebft.models.load import load_model_config
 from ebft.models.pretrained import load_tokenizer
 from ebft.run.training import arranged, run_rows
@@ -21,9 +20,9 @@ from ebft.tools.doctor import known
 from ebft.tools.doctor import plan as planning
 from ebft.tools.doctor.memory import changed
 from ebft.tools.doctor.plan import BEFORE, STEP, Planner, Request, StepPlan, Use
-from tests.doctor.test_doctor import doctor, ebft
+from tests.doctor.test_doctor import doctor
 
-__all__ = ["doctor", "ebft"]
+__all__ = ["doctor"]
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C, "_acc") or not hasattr(torch._C._acc, "register_python_privateuseone_device_guard"),
     reason="this version of PyTorch has no backends that are written in Python",
@@ -210,7 +209,7 @@ def test_shapes_of_models_that_cannot_be_reached(tmp_path, ebft):
     config = config_of("SFT", tmp_path).model_copy(update={"base_model": "meta-llama/Llama-3.2-1B-Instruct"})
     found, source = planning.model_config_of(config)
     assert (found.hidden_size, found.num_hidden_layers) == (2048, 16) and "known shape" in source
-    with pytest.raises(ModelError, match=r"whose shape is known: .*Qwen/Qwen3-4B"):
+    with pytest.raises(errors.ModelError, match=r"whose shape is known: .*Qwen/Qwen3-4B"):
         planning.model_config_of(config.model_copy(update={"base_model": "nobody/has-this"}))
     path = write_config(tmp_path, base_model="nobody/has-this")
     result = ebft("doctor", path, "--for", "h100")

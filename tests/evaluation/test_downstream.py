@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from ebft import evaluate, load_config
+from ebft import errors, evaluate, load_config
 from ebft.config.keys.data import DatasetEntry
-from ebft.errors import ConfigError
 from ebft.tools.evaluation.task import HeldOut, downstream_scores, load_metrics
 
 HERE = "tests.evaluation.metrics"
@@ -53,7 +52,7 @@ def test_pass_at_k_and_greedy_by_hand_and_a_row_of_its_own():
     takes = lambda prompt, completions, row: np.bool_(row["x"].pop())
     assert downstream_scores({"m": takes}, [1], "p", ["a", "b", "a"], row) == {"m_pass@1": 1.0, "m_greedy": 1.0}
     assert row == {"x": [1.0]}
-    with pytest.raises(ConfigError, match="m returned nan.*finite"):
+    with pytest.raises(errors.ConfigError, match="m returned nan.*finite"):
         downstream_scores({"m": lambda prompt, completions, row: float("nan")}, [1], "p", ["a", "b"], {})
 
 

@@ -214,7 +214,7 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_measured(write_co
     monkeypatch.setattr("ebft.tools.evaluation.run.load_subject", None)
     for model, error, message in (
         (foreign, ModelError, "its tokenizer differs"),
-        (on_small, ModelError, "on_small: its vocab_size is 300, but the tokenizer .* has 512"),
+        (on_small, ModelError, "on_small: vocab_size is 300, but the tokenizer .* has 512"),
         (on_short, ConfigError, "exceeds the 16 positions of .*short"),
     ):
         with pytest.raises(error, match=message):

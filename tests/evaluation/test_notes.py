@@ -27,8 +27,7 @@ def notes(write_config, models, tmp_path, unmeasured):
 
     def of(*overrides, name="run"):
         config = load_config(write_config("strided"), list(overrides))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             found = evaluate(config, [str(tmp_path / name)]).notes
         assert all(note in [str(warning.message) for warning in caught] for note in found)
         return found

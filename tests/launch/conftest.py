@@ -1,10 +1,6 @@
-"""What the tests of launching share: the command line, and an environment without launcher and cluster."""
+"""An environment without launcher and cluster."""
 
 import pytest
-
-from tests.cli.conftest import ebft
-
-__all__ = ["ebft"]
 
 
 @pytest.fixture(autouse=True)

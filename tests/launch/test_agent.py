@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebft.errors import LaunchError
-from ebft.machine import LAUNCH_FOLDER, LAUNCH_PARENT
+from ebft import errors, machine
 from ebft.tools import cli
 from ebft.tools.launch import agent
 from ebft.tools.launch.agent import NEUTRAL
@@ -44,7 +43,7 @@ def launched(monkeypatch, tmp_path):
 def test_processes_that_end_well_know_the_command_that_started_them(launched, tmp_path):
     assert launched("parent") == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == [str(os.getpid())] * 2
-    assert LAUNCH_FOLDER not in os.environ and LAUNCH_PARENT not in os.environ
+    assert machine.LAUNCH_FOLDER not in os.environ and machine.LAUNCH_PARENT not in os.environ
 
 
 def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp_path):
@@ -65,7 +64,7 @@ def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp
     ("silent", 3, "rank 1 ended with exit status 3"),
 ])  # fmt: skip
 def test_a_process_that_ends_without_an_error_of_its_own(launched, capfd, act, status, message):
-    with pytest.raises(LaunchError, match=message) as raised:
+    with pytest.raises(errors.LaunchError, match=message) as raised:
         launched(act)
     assert raised.value.status == status and capfd.readouterr() == ("", "")
 
@@ -103,7 +102,7 @@ def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
 
 
 def test_a_process_that_starts_after_the_launch_ended(monkeypatch, tmp_path):
-    monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path / "deleted"))
+    monkeypatch.setenv(machine.LAUNCH_FOLDER, str(tmp_path / "deleted"))
     code = "from ebft.machine import join_launch; join_launch()"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 130
 

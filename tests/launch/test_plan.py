@@ -8,10 +8,9 @@ import pytest
 
 from ebft.errors import ConfigError
 from ebft.run.config.schema import RunConfig
+from ebft.tools.launch import agent, ray_driver
 from ebft.tools.launch import plan as planning
-from ebft.tools.launch.agent import NEUTRAL
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
-from ebft.tools.launch.ray_driver import worker_resources
 
 ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform"}]}
 MANAGED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
@@ -92,13 +91,13 @@ def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(planned, mon
         ({}, {"CPU": 2.0}, {"CPU": 1.0}),
         ({"resources_per_worker": {"CPU": 2}}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0}),
     ):
-        assert worker_resources(config_with(use_ray=True, **keys), available) == resources
+        assert ray_driver.worker_resources(config_with(use_ray=True, **keys), available) == resources
     config = config_with(use_ray=True, ray_num_workers=3)
     message = r"resources_per_worker: 3 workers need GPU: 3 \(available: 2\). Reduce ray_num_workers"
     with pytest.raises(ConfigError, match=message):
-        worker_resources(config, {"GPU": 2.0})
+        ray_driver.worker_resources(config, {"GPU": 2.0})
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert worker_resources(config, {"GPU": 2.0}) == {"GPU": 1.0}
+    assert ray_driver.worker_resources(config, {"GPU": 2.0}) == {"GPU": 1.0}
     assert "training waits for them: GPU: 3 (available: 2)" in capsys.readouterr().err
     note = "Starting 1 worker with Ray Train on the cluster at 10.0.0.1:6379 (GPU: 1, CPU: 4 each)."
     assert planned(0, {"use_ray": True, "resources_per_worker": {"GPU": 1, "CPU": 4}}).note == note
@@ -127,7 +126,7 @@ def shown(ebft, run_file, monkeypatch):
 
 def test_the_command_of_a_launcher(shown, run_file):
     ours = ["--module", "ebft", "train", str(run_file)]
-    two = f"--config_file {NEUTRAL} --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    two = f"--config_file {agent.NEUTRAL} --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
     words = f"-m accelerate.commands.launch {two} --multi_gpu --main_process_port 0".split()
     assert shown(2, "seed=1") == [sys.executable, *words, *ours, "seed=1"]
     machines = "--launcher torchrun --num-machines 2 --machine-rank 1 --main-process-ip 10.0.0.1 -- --tee 3"

@@ -46,8 +46,7 @@ try:
     load_config(sys.argv[1], ["text_weight=-1"])
 except ConfigError as error:
     assert "text_weight: invalid value -1; expected a value greater than 0" in str(error), error
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+with warnings.catch_warnings(record=True, action="always") as caught:
     load_config(sys.argv[1], ["rl=", "text_weight=3.0"])
     load_config(sys.argv[1], ["ebft.stride=3"])
 assert any("text_weight has no effect" in str(warning.message) for warning in caught)

@@ -8,7 +8,7 @@ from ebft import RunConfig
 from ebft.errors import ConfigError
 from ebft.methods.method import selecting_keys
 from ebft.tools.evaluation.run import evaluate
-from tests.cli.conftest import ebft, plain  # noqa: F401 (a fixture)
+from tests.cli.conftest import plain
 from tests.config.conftest import warned
 from tests.reward_models.conftest import config_of, make, model_dir  # noqa: F401 (fixtures)
 

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
-from ebft.models.load import load_model
-from ebft.models.pretrained import load_tokenizer
+from ebft.models import load, pretrained
 from ebft.run.training import _adapter
 from tests.strided.families import tiny_model
 
@@ -15,7 +14,7 @@ LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": PAD}
 
 
 def adapted(config):
-    return load_model(config, load_tokenizer(config))
+    return load.load_model(config, pretrained.load_tokenizer(config))
 
 
 def adapted_layers(model):

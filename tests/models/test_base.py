@@ -11,16 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.load import (
-    check_sequence_len,
-    load_base_model,
-    load_model,
-    load_model_config,
-    quantisation_config,
-    warn_of_lost_steps,
-    weights_dtype,
-)
-from ebft.models.pretrained import load_tokenizer
+from ebft.models import load, pretrained
 from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import forward_flops
 from ebft.transformers_internals import name_in_checkpoint, stored_names
@@ -31,7 +22,7 @@ from tests.strided.families import tiny_model
 
 @pytest.fixture
 def tokenizer(make_config):
-    return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}))
+    return pretrained.load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}))
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
@@ -39,7 +30,7 @@ def tokenizer(make_config):
 def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokenizer, tmp_path):
     whole = save_multimodal(kind, base := make_base())
     with pytest.warns(UserWarning, match="the text model of a multimodal model is loaded, .*, without .. tensors"):
-        model = load_model(make_config(base_model=base), tokenizer)
+        model = load.load_model(make_config(base_model=base), tokenizer)
     assert (type(model).__name__, model.config.name_or_path) == (MULTIMODAL[kind][0], base)
     assert torch.equal(text_logits(model), text_logits(whole))
     stored = load_file(Path(base) / "model.safetensors").keys()  # what vLLM has
@@ -56,8 +47,8 @@ def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokeni
 def test_weights_dtype_and_attention(make_config, tokenizer, monkeypatch, keys, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = make_config(**keys)
-    model = load_model(config, tokenizer)
-    assert weights_dtype(config) == model.dtype == dtype
+    model = load.load_model(config, tokenizer)
+    assert load.weights_dtype(config) == model.dtype == dtype
     assert model.config._attn_implementation == keys.get("attn_implementation", "sdpa")
     assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
 
@@ -72,20 +63,20 @@ def test_attention_that_cannot_be_used(family, has_cuda, lacking, make_config, t
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     message = f"flash_attention_2 cannot be used .{lacking}.*: the model's default is used"
     with pytest.warns(UserWarning, match=message) as caught:
-        model = load_model(make_config(base_model=base, flash_attention=True), tokenizer)
+        model = load.load_model(make_config(base_model=base, flash_attention=True), tokenizer)
     assert len(caught) == 1 and model.config._attn_implementation == ("sdpa" if family == "llama" else "eager")
 
 
 def test_sequence_len_beyond_positions(make_config):
-    found = load_model_config(make_config())
+    found = load.load_model_config(make_config())
     for sequence_len, longest in ((128, None), (128, 128), (4096, 128)):
-        check_sequence_len(sequence_len, found, "the model", longest)
+        load.check_sequence_len(sequence_len, found, "the model", longest)
     for sequence_len, longest, message in (
         (4096, 129, r"exceeds the 128 positions of the model \(max_.*longest text has 129 tokens"),
         (129, None, r"sequence_len: 129 exceeds the 128 .*as many tokens may be in one document"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_sequence_len(sequence_len, found, "the model", longest)
+            load.check_sequence_len(sequence_len, found, "the model", longest)
 
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
@@ -103,7 +94,7 @@ DEFAULTS = {"quant_type": "nf4", "use_double_quant": True, "compute_dtype": torc
 ])  # fmt: skip
 def test_settings_of_bitsandbytes(make_config, monkeypatch, keys, given, expected):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    found = quantisation_config(make_config(**keys, bnb_config_kwargs=given))
+    found = load.quantisation_config(make_config(**keys, bnb_config_kwargs=given))
     assert {name: getattr(found, f"bnb_4bit_{name}") for name in DEFAULTS} == DEFAULTS | expected
     assert (found.load_in_8bit, found.llm_int8_threshold) == ((True, 5.0) if keys is EIGHT_BITS else (False, 6.0))
 
@@ -111,8 +102,8 @@ def test_settings_of_bitsandbytes(make_config, monkeypatch, keys, given, expecte
 def test_a_model_with_settings_of_bitsandbytes(make_config, tokenizer):
     functional = pytest.importorskip("bitsandbytes").functional
     layer = lambda model: model.get_base_model().model.layers[0].mlp.up_proj
-    dense = load_model(make_config(**LORA), tokenizer)
-    model = load_model(make_config(**FOUR_BITS, bnb_config_kwargs=BITSANDBYTES), tokenizer)
+    dense = load.load_model(make_config(**LORA), tokenizer)
+    model = load.load_model(make_config(**FOUR_BITS, bnb_config_kwargs=BITSANDBYTES), tokenizer)
     weight = layer(model).weight
     assert weight.dtype == torch.bfloat16 and unpacked_size(weight) == layer(dense).weight.numel()
     stored = functional.quantize_4bit(layer(dense).weight.data, quant_type="fp4", compress_statistics=False)
@@ -132,7 +123,7 @@ def test_a_model_with_settings_of_bitsandbytes(make_config, tokenizer):
 
 def test_random_weights_keep_the_rest_of_the_model(make_base, make_config, tokenizer):
     base = make_base(initializer_range=0.1)
-    given, found = (load_model(make_config(base_model=base, reinit_weights=on), tokenizer) for on in (False, True))
+    given, found = (load.load_model(make_config(base_model=base, reinit_weights=on), tokenizer) for on in (False, True))
     assert found.generation_config.to_dict() == given.generation_config.to_dict()
     for (name, old), new in zip(given.named_parameters(), found.parameters(), strict=True):
         assert old.dtype == new.dtype and (old.equal(new) == name.endswith("norm.weight"))
@@ -149,8 +140,8 @@ def test_experts_in_four_bits(kind, make_base, make_config, tokenizer):
         save_multimodal(kind, base)
     keys = {"base_model": base, "adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8}
     keys |= {"lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-    dense = load_model(make_config(**keys), tokenizer)
-    packed = load_model(make_config(**keys, quantize_moe_experts=True), tokenizer)
+    dense = load.load_model(make_config(**keys), tokenizer)
+    packed = load.load_model(make_config(**keys, quantize_moe_experts=True), tokenizer)
     for weight in dense.parameters():
         if weight.dim() == 3:
             stored = functional.quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
@@ -178,8 +169,8 @@ def test_experts_in_four_bits(kind, make_base, make_config, tokenizer):
 
 def embeddings(make_config, **keys):
     config = make_config(special_tokens={"pad_token": "<|end|>"}, **keys)
-    tokenizer = load_tokenizer(config)
-    return len(tokenizer), load_base_model(config, tokenizer).get_input_embeddings().weight
+    tokenizer = pretrained.load_tokenizer(config)
+    return len(tokenizer), load.load_base_model(config, tokenizer).get_input_embeddings().weight
 
 
 def test_new_tokens_and_the_size_of_embeddings(make_config, make_base):
@@ -192,10 +183,10 @@ def test_new_tokens_and_the_size_of_embeddings(make_config, make_base):
     assert embeddings(make_config, base_model=large, shrink_embeddings=True)[1].shape[0] == 512
     assert embeddings(make_config, tokens=["<new>"], resize_token_embeddings_to_32x=True)[1].shape[0] == 544
     config = make_config(special_tokens={"pad_token": "<|end|>", "additional_special_tokens": ["<tool>"]})
-    tokenizer = load_tokenizer(config)
+    tokenizer = pretrained.load_tokenizer(config)
     assert len(tokenizer) == 513 and tokenizer.tokenize("a<tool>b")[1] == "<tool>"
     config = make_config(special_tokens={"pad_token": "<|pad|>"})
-    model = load_model(config, load_tokenizer(config))
+    model = load.load_model(config, pretrained.load_tokenizer(config))
     assert model.get_input_embeddings().num_embeddings == model.get_output_embeddings().out_features == 513
 
 
@@ -208,9 +199,8 @@ def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     special = {"pad_token": "<|end|>", "additional_special_tokens": keys.get("additional_special_tokens")}
     keys = {key: value for key, value in keys.items() if key != "additional_special_tokens"}
     config = make_config(special_tokens=special, **{**LORA, **keys})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load_model(config, load_tokenizer(config))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        load.load_model(config, pretrained.load_tokenizer(config))
     found = [str(each.message) for each in caught if "initial values" in str(each.message)]
     assert len(found) == (frozen is not None) and all(message.startswith(frozen) for message in found)
     assert all("such as <new> keep" in text and "to_save: [embed_tokens, lm_head]" in text for text in found)
@@ -226,7 +216,8 @@ def test_the_computation_of_experts(make_config, make_base):
     base = make_base(tiny_model("mixtral", vocab_size=512))
     for wanted in ("eager", "batched_mm"):
         config = make_config(base_model=base, experts_implementation=wanted)
-        assert load_base_model(config, load_tokenizer(config)).get_experts_implementation()[""] == wanted
+        found = load.load_base_model(config, pretrained.load_tokenizer(config))
+        assert found.get_experts_implementation()[""] == wanted
     with pytest.raises(ModelError, match=r"overrides_of_model_config.router_aux_loss_coef: a llama model has no such"):
         embeddings(make_config, overrides_of_model_config={"router_aux_loss_coef": 0.1})
 
@@ -240,11 +231,11 @@ def layer(dtype, value=0.02, trained=True):
 def test_steps_that_bfloat16_loses_are_warned_of():
     bfloat16, float32 = layer(torch.bfloat16), layer(torch.float32)
     with pytest.warns(UserWarning, match="learning_rate: 1e-06 .* changes 0.0% of the weights.*torch_dtype: float32"):
-        warn_of_lost_steps(bfloat16, 1e-6)
+        load.warn_of_lost_steps(bfloat16, 1e-6)
     adapted = nn.Sequential(layer(torch.bfloat16, trained=False), float32)
     with warnings.catch_warnings(action="error"):
         for model, rate in ((bfloat16, 1e-3), (float32, 1e-6), (adapted, 1e-6)):
-            warn_of_lost_steps(model, rate)
+            load.warn_of_lost_steps(model, rate)
 
 
 def test_weights_stored_in_mxfp4_are_dequantised_and_trained(make_config, tokenizer, tmp_path):
@@ -256,7 +247,7 @@ def test_weights_stored_in_mxfp4_are_dequantised_and_trained(make_config, tokeni
     expected = as_mxfp4(tmp_path)
     keys = {"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}
     for precision in ({"bf16": False}, {"torch_dtype": "bfloat16", **keys}):
-        loaded = load_base_model(make_config(base_model=str(tmp_path), **precision), tokenizer)
+        loaded = load.load_base_model(make_config(base_model=str(tmp_path), **precision), tokenizer)
         (dtype,) = {weight.dtype for weight in loaded.parameters()}
         assert dtype is (torch.bfloat16 if keys.items() <= precision.items() else torch.float32)
         found = dict(loaded.named_parameters())
@@ -265,4 +256,4 @@ def test_weights_stored_in_mxfp4_are_dequantised_and_trained(make_config, tokeni
     assert all(found[name].grad.abs().sum() > 0 for name in expected)
     model.save_pretrained(tmp_path / "dense")
     with pytest.warns(UserWarning, match="model_quantization_config: Mxfp4Config has no effect: the weights of"):
-        load_base_model(make_config(base_model=str(tmp_path / "dense"), **keys), tokenizer)
+        load.load_base_model(make_config(base_model=str(tmp_path / "dense"), **keys), tokenizer)

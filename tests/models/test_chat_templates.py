@@ -139,8 +139,7 @@ def test_the_template_of_the_tokenizer_is_replaced_unless_it_has_the_same_format
 ])  # fmt: skip
 def test_markers_that_the_tokenizer_splits_give_one_warning(tokenizer, choice, markers):
     tokenizer.chat_template = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         apply_chat_template_choice(tokenizer, choice)
         apply_chat_template_choice(tokenizer, choice)  # as with a model that was trained so
     (message,) = (str(each.message) for each in caught)

@@ -9,9 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
-from ebft.models.adapter import load_saved_adapter, lora_config
-from ebft.models.load import load_base_model, load_model
-from ebft.models.pretrained import load_tokenizer
+from ebft.models import adapter, load, pretrained
 from ebft.tools.evaluation.models import load_subject
 from ebft.tools.export.merge import adapter_in_folder, merge_adapter
 from ebft.tools.inference.models import model_in_folder
@@ -35,7 +33,7 @@ def configured(make_config):
         lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": targets}
         special = {"pad_token": "<|end|>"}
         config = make_config(base_model=str(base), special_tokens=special, **lora, **keys)
-        return config, load_tokenizer(config)
+        return config, pretrained.load_tokenizer(config)
 
     return make
 
@@ -62,12 +60,12 @@ def save(model, tokenizer, folder):
 
 def check_loading_and_merging(config, tokenizer, folder):
     """The logits of a trained adapter: on the model of the config, in its folder alone, and merged."""
-    model = trained(load_model(config, tokenizer))
+    model = trained(load.load_model(config, tokenizer))
     expected, merged, folder = logits(model), folder / "merged", save(model, tokenizer, folder / "adapter")
     torch.manual_seed(7)  # new rows that are not saved would have other values
-    loaded = load_saved_adapter(load_base_model(config, tokenizer), str(folder), len(tokenizer))
+    loaded = adapter.load_saved_adapter(load.load_base_model(config, tokenizer), str(folder), len(tokenizer))
     assert torch.equal(logits(loaded), expected)
-    continued = load_model(config.model_copy(update={"lora_model_dir": str(folder)}), tokenizer)
+    continued = load.load_model(config.model_copy(update={"lora_model_dir": str(folder)}), tokenizer)
     assert torch.equal(logits(continued), expected) and any(weight.requires_grad for weight in continued.parameters())
     assert torch.equal(logits(model_in_folder(str(folder)).tuned), expected)
     other = config.model_copy(update={"resize_token_embeddings_to_32x": False})
@@ -104,15 +102,15 @@ def test_one_of_two_layers(base, target, size, configured, tmp_path):
     rows = 544 if size is MULTIPLE else 514
     message = rf"lora_target_modules: .* from 512 to {rows} .* not save new rows of {other} .* Add {other} to lora_"
     with pytest.raises(ModelError, match=message):
-        load_model(config, tokenizer)
+        load.load_model(config, tokenizer)
 
 
 def test_saved_adapters_without_the_other_layer_are_refused(tiny_llama_dir, configured, tmp_path):
     """An adapter of PEFT on resized layers, of which it has one."""
     target, other = "embed_tokens", "lm_head"
     config, tokenizer = configured(tiny_llama_dir, ["q_proj", target], **NEW)
-    model = load_base_model(config, tokenizer)
-    folder = save(get_peft_model(model, lora_config(model, config)), tokenizer, tmp_path / "old")
+    model = load.load_base_model(config, tokenizer)
+    folder = save(get_peft_model(model, adapter.lora_config(model, config)), tokenizer, tmp_path / "old")
     message = f"resized to 514 rows, but has only the rows of {target}: the new rows of {other} were not saved"
     with pytest.raises(ModelError, match=message):
         merge_adapter(adapter_in_folder(folder), tmp_path / "merged")
@@ -120,23 +118,23 @@ def test_saved_adapters_without_the_other_layer_are_refused(tiny_llama_dir, conf
     with pytest.raises(ModelError, match=f"cannot be loaded on .*{message}"):
         model_in_folder(str(folder))
     with pytest.raises(ModelError, match=f"lora_model_dir: .*{message}"):
-        load_model(config.model_copy(update={"lora_model_dir": str(folder)}), tokenizer)
+        load.load_model(config.model_copy(update={"lora_model_dir": str(folder)}), tokenizer)
 
 
 def test_a_layer_that_peft_would_not_save_at_all_is_refused(tiny_llama_dir, configured, monkeypatch):
     config, tokenizer = configured(tiny_llama_dir, ["q_proj"], **NEW)
-    model = load_base_model(config, tokenizer)
+    model = load.load_base_model(config, tokenizer)
     model.config.name_or_path = model.name_or_path = ""  # PEFT compares the vocabulary with that of this folder
     monkeypatch.setattr("ebft.models.load.load_base_model", lambda *_: model)
     message = "not save new rows of embed_tokens and lm_head .* Add embed_tokens and lm_head to lora_mod"
     with pytest.raises(ModelError, match=message):
-        load_model(config, tokenizer)
+        load.load_model(config, tokenizer)
 
 
 def test_embeddings_of_the_original_size_are_not_saved(tiny_llama_dir, configured, tmp_path):
     config, tokenizer = configured(tiny_llama_dir, ["q_proj"])
     with warnings.catch_warnings(action="error", category=UserWarning):
-        model = load_model(config, tokenizer)
+        model = load.load_model(config, tokenizer)
     folder = save(trained(model), tokenizer, tmp_path / "adapter")
     assert not any("embed" in name for name in load_file(folder / "adapter_model.safetensors"))
     assert isinstance(model_in_folder(str(folder)).tuned, PeftModel)

@@ -15,6 +15,7 @@ from tests.strided.families import tiny_model
 from tests.strided.test_exactness import with_lora
 from tests.strided.test_trainer import make as make_strided
 from tests.structured.conftest import chat_model, lora
+from tests.structured.trainers import logged
 from tests.structured.trainers import make as make_structured
 
 
@@ -29,13 +30,9 @@ def executed(run):
     return sum(flops for op, flops in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm, onednn))
 
 
-def logged(trainer):
-    return [entry["budget/flops"] for entry in trainer.state.log_history if "budget/flops" in entry]
-
-
 def check(trainer, rel=1e-3):
     wanted = executed(trainer.train)
-    counts = logged(trainer)
+    counts = logged(trainer, "budget/flops")
     assert counts[-1] == pytest.approx(wanted, rel=rel)
     assert counts == sorted(counts) and counts[0] > 0
     hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]

@@ -12,9 +12,7 @@ from ebft import train
 from ebft.errors import ConfigError, RolloutError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.structured.generation import Prefetcher
-from tests.nemo_gym.agents import TOOL, TwoReplies
-from tests.nemo_gym.servers import config_of, row, text_in
-from tests.nemo_gym.stand_in_vllm import StandInVLLM
+from tests.nemo_gym import agents, servers, stand_in_vllm
 from tests.run.crash import before, run
 from tests.structured.trainers import logged
 
@@ -29,7 +27,7 @@ SAMPLED = {"reward_funcs": ["nemo_gym_env"], "use_vllm": True, "vllm_server_time
 
 @pytest.fixture
 def vllm(tiny_llama_dir):
-    made = StandInVLLM(tiny_llama_dir)
+    made = stand_in_vllm.StandInVLLM(tiny_llama_dir)
     yield made
     made.stop()
 
@@ -38,7 +36,7 @@ def vllm(tiny_llama_dir):
 def agent(gym, vllm):
     gym.resources("tools", lambda body: 1.0)
     gym.model()
-    made = TwoReplies(vllm)
+    made = agents.TwoReplies(vllm)
     made.endpoint = gym.agent("tools_simple_agent", made)
     return made
 
@@ -50,7 +48,7 @@ def make_plain(gym, write_rows, tiny_llama_dir, tmp_path):
     def config(trl, rows, server, **changes):
         own = {"base_model": str(tiny_llama_dir), "output_dir": str(tmp_path / "out"), "trl": {**TRL, **trl}}
         own |= {"nemo_gym_head_port": gym.head.port}
-        return config_of({"path": str(write_rows(rows)), "server_name": server}, **{**KEYS, **own, **changes})
+        return servers.config_of({"path": str(write_rows(rows)), "server_name": server}, **{**KEYS, **own, **changes})
 
     return config
 
@@ -58,7 +56,7 @@ def make_plain(gym, write_rows, tiny_llama_dir, tmp_path):
 @pytest.fixture
 def make(make_plain, vllm):
     """`make(trl, **keys)`: a run on the conversations of agents."""
-    rows = [row(f"say {number}", meta={"x": [None, number]}) for number in range(8)]
+    rows = [servers.row(f"say {number}", meta={"x": [None, number]}) for number in range(8)]
     own = {**SAMPLED, "vllm_server_port": vllm.port}
     return lambda trl=None, **changes: make_plain({**own, **(trl or {})}, rows, "tools", **{**AGENTS, **changes})
 
@@ -67,12 +65,12 @@ def test_advantages_follow_the_rewards_of_the_server_of_each_row(gym, make_plain
     sent = []
 
     def reward(body, more=0):
-        sent.append(more + len(text_in(body)) / 10)
+        sent.append(more + len(servers.text_in(body)) / 10)
         return sent[-1]
 
     math, other = gym.resources("math", reward), gym.resources("other", lambda body: reward(body, more=5))
     meta = {"cases": [{"a": None}, {"b": [1]}]}
-    rows = [row("one", meta=meta), row("two", agent_ref={"name": "other"}, meta={"x": "y"})] * 3
+    rows = [servers.row("one", meta=meta), servers.row("two", agent_ref={"name": "other"}, meta={"x": "y"})] * 3
     rows[1]["responses_create_params"]["tools"] = [{"type": "function", "name": "f"}]
     with pytest.warns(UserWarning, match="have tools, which are not part of the prompts of single replies"):
         trl = {"reward_funcs": ["nemo_gym_verify"], "loss_type": "dr_grpo", "scale_rewards": False}
@@ -125,8 +123,8 @@ def check_masks(trainer):
     expected, seen = {}, 0
     for rollout in trainer.rollouts:
         first, second = (len(reply) for reply in rollout.replies)
-        assert rollout.ids[first : first + len(TOOL)] == TOOL
-        expected[tuple(rollout.ids)] = [1] * first + [0] * len(TOOL) + [1] * second
+        assert rollout.ids[first : first + len(agents.TOOL)] == agents.TOOL
+        expected[tuple(rollout.ids)] = [1] * first + [0] * len(agents.TOOL) + [1] * second
     for batch in trainer.generation_batch:
         mask = batch["completion_mask"] * batch["tool_mask"]
         for ids, real, trained in zip(batch["completion_ids"], batch["completion_mask"].bool(), mask):

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ebft import load_config, train
-from tests.nemo_gym.agents import TwoReplies
-from tests.nemo_gym.servers import row
+from tests.nemo_gym import agents, servers
 from tests.structured.test_vllm import AGREE, PYTHON, base, port, write_config  # noqa: F401 - fixtures
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter")]
@@ -35,12 +34,12 @@ class VLLM:
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "prefetched"])
 def test_agents_sample_from_their_version_of_the_policy(base, port, tmp_path, gym, ahead):  # noqa: F811
     vllm = VLLM(base, port)
-    agent = TwoReplies(vllm)
+    agent = agents.TwoReplies(vllm)
     gym.resources("tools", lambda body: 1.0)
     gym.model()
     gym.agent("tools_simple_agent", agent)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row(f"def f{number}(x):")) + "\n" for number in range(24)))
+    rows.write_text("".join(json.dumps(servers.row(f"def f{number}(x):")) + "\n" for number in range(24)))
     datasets = json.dumps([{"path": str(rows), "server_name": "tools"}])
     overrides = ["rl=grpo", "ebft=", "trl.reward_funcs=[nemo_gym_env]", "chat_template=chatml", "datasets="]
     overrides += [f"trl.async_prefetch={ahead}".lower(), "nemo_gym_enabled=true", "nemo_gym_auto_start=false"]

@@ -6,17 +6,14 @@ import pytest
 
 from ebft.errors import ConfigError, DataError
 from ebft.models.pretrained import load_tokenizer
-from ebft.run.checks import Machine, check_machine, check_runnable
-from ebft.run.trainer import training_arguments
-from ebft.run.training import train
+from ebft.run import checks, trainer, training
 from ebft.tools.doctor.rows import longest_rows, row_lengths
-from ebft.tools.evaluation.run import evaluate
-from ebft.tools.evaluation.task import load_held_out
+from ebft.tools.evaluation import run, task
 from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, write_inputs
 
 
 def arguments(method, tmp_path, **changes):
-    return training_arguments(config_of(method, tmp_path, **changes), rows=12, has_eval=False)
+    return trainer.training_arguments(config_of(method, tmp_path, **changes), rows=12, has_eval=False)
 
 
 def test_keys_of_each_method(tmp_path):
@@ -68,7 +65,7 @@ def test_what_is_refused(method, changes, message, tmp_path):
 def test_formats_of_other_rows(method, type, message, tmp_path):
     changes = {} if method else {"rl": None}
     config = config_of(method or "dpo", tmp_path, **of_rows(type=type), **changes)
-    for use in (check_runnable, train):  # no model is loaded
+    for use in (checks.check_runnable, training.train):  # no model is loaded
         with pytest.raises(DataError, match=message):
             use(config)
 
@@ -76,8 +73,8 @@ def test_formats_of_other_rows(method, type, message, tmp_path):
 def test_reference_values_are_computed_by_one_process(tmp_path):
     config = config_of("dpo", tmp_path, precompute_ref_log_probs=True)
     with pytest.raises(ConfigError, match="precompute_ref_log_probs: true is not supported with several processes"):
-        check_machine(config, Machine(False, False, processes=2))
-    check_machine(config, Machine(False, False))
+        checks.check_machine(config, checks.Machine(False, False, processes=2))
+    checks.check_machine(config, checks.Machine(False, False))
 
 
 @pytest.mark.parametrize("method", WITH_REFERENCE)
@@ -86,7 +83,7 @@ def test_adapters_of_the_output_layer_are_refused_before_a_model_is_loaded(metho
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     config = config_of(method, tmp_path, base_model="does/not-exist", lora_model_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=f"lora_model_dir: the adapter in .* adapts lm_head, which .* rl: {method}"):
-        train(config)
+        training.train(config)
 
 
 def test_gdpo_is_grpo_with_another_aggregation(tmp_path):
@@ -98,7 +95,7 @@ def test_gdpo_is_grpo_with_another_aggregation(tmp_path):
 def test_models_are_not_compared_on_pairs(tmp_path):
     for method in METHODS:
         config = config_of(method, tmp_path, base_model="does/not-exist", val_set_size=2)
-        for use in (evaluate, lambda config: load_held_out(config, None)):
+        for use in (run.evaluate, lambda config: task.load_held_out(config, None)):
             with pytest.raises(ConfigError, match=f"read documents or prompts, but rl: {method} trains on preference"):
                 use(config)
 

@@ -10,13 +10,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ebft.errors import DataError
-from ebft.models.load import load_model, load_model_config
-from ebft.models.pretrained import load_tokenizer
+from ebft.models import load, pretrained
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.run.training import load_data
 from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, trained, write_inputs
-from tests.strided.families import RUNNING_STATE, tiny_model
-from tests.strided.test_exactness import compare_gradients
+from tests.strided import families, test_exactness
 from tests.structured.conftest import SIZES, make_chat_tokenizer
 
 BETA = 0.3
@@ -27,10 +25,10 @@ def trainer_of(method, folder, adapter=True, **changes):
     """A trainer whose policy is not its reference model, in eval mode."""
     config = config_of(method, folder, adapter, **{"rl_beta": BETA, "micro_batch_size": 4} | changes)
     with warnings.catch_warnings(action="ignore"):
-        tokenizer = load_tokenizer(config)
-        rows, held_out = load_data(config, tokenizer, load_model_config(config))
+        tokenizer = pretrained.load_tokenizer(config)
+        rows, held_out = load_data(config, tokenizer, load.load_model_config(config))
         args = training_arguments(config, rows=len(rows), has_eval=held_out is not None)
-        trainer = build_trainer(config, args, load_model(config, tokenizer), tokenizer, rows, held_out)
+        trainer = build_trainer(config, args, load.load_model(config, tokenizer), tokenizer, rows, held_out)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in trainer.model.parameters():
@@ -193,7 +191,7 @@ def completions(batch, kind):
 
 def test_kto_needs_a_second_row(tmp_path):
     write_inputs(tmp_path, [{"question": "Hi", "completion": "Yes", "label": True}])
-    with pytest.raises(DataError, match="one training row, but the KL term .* other rows. Provide at least 2 rows"):
+    with pytest.raises(DataError, match="one training row, but the KL term .* other rows"):
         trainer_of("kto", tmp_path)
 
 
@@ -283,7 +281,7 @@ def test_the_loss_of_a_mixture_of_experts_has_no_term_for_the_router(method, tmp
 
 
 FAST = ("qwen3_5_text", "nemotron_h")
-STATES = [*RUNNING_STATE, "recurrent_gemma", "minimax"]  # the last two pad on the right only
+STATES = [*families.RUNNING_STATE, "recurrent_gemma", "minimax"]  # the last two pad on the right only
 
 
 @pytest.mark.parametrize("family", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in STATES])
@@ -291,7 +289,7 @@ def test_padding_is_not_part_of_a_running_state(family, tmp_path):
     """Loss and gradients of padded rows, against one forward pass for each sequence."""
     write_inputs(tmp_path)
     sizes = {"vocab_size": len(make_chat_tokenizer()), "max_position_embeddings": 256, "eos_token_id": 1}
-    tiny_model(family, **sizes).save_pretrained(tmp_path / "model")
+    families.tiny_model(family, **sizes).save_pretrained(tmp_path / "model")
     trainer = trainer_of("dpo", tmp_path, adapter=False)
     rows = [trainer.train_dataset[index] for index in range(4)]
     plain = AutoModelForCausalLM.from_config(trainer.model.config)  # TRL has changed the methods of the trainer's
@@ -312,4 +310,4 @@ def test_padding_is_not_part_of_a_running_state(family, tmp_path):
     torch.testing.assert_close(loss.detach(), expected.mean().detach(), atol=1e-4, rtol=1e-4)
     loss.backward()
     expected.mean().backward()
-    compare_gradients(trainer.model, plain)
+    test_exactness.compare_gradients(trainer.model, plain)

@@ -134,7 +134,7 @@ TALK = {
 def test_a_conversation_in_structured_mode(tokenizer):
     view = views.PromptView(tokenizer, None, True, ce_coef=0.5, mask_thinking=True)(TALK)
     texts = ["".join(token.text for token in part.tokens) for part in view.parts]
-    titles = ["prompt", "reference of turn 1", "given before turn 2", "reference of turn 2"]
+    titles = ["prompt", "reference of turn 1", "before turn 2", "reference of turn 2"]
     assert [part.title for part in view.parts] == titles
     assert texts == [ASKED, "<think>q</think>ab", SAID + GAP, "d<|im_end|>"]
     assert set(learned(view.parts[0])) == {"_"}

@@ -12,9 +12,7 @@ from pickle import PicklingError
 
 import pytest
 
-from ebft.errors import RewardError
-from ebft.reward_functions import RewardWorkers, run_in_workers
-from ebft.run_files import is_alive
+from ebft import errors, reward_functions, run_files
 from tests.reward_functions import functions
 from tests.serving.processes import eventually
 
@@ -26,7 +24,7 @@ def workers():
     made = []
 
     def make(timeout=30.0):
-        made.append(RewardWorkers(2, timeout, lambda: 2))
+        made.append(reward_functions.RewardWorkers(2, timeout, lambda: 2))
         return made[-1]
 
     yield make
@@ -78,8 +76,8 @@ def test_what_runs_in_this_process(workers):
     judge, pool, alarm = Judge(), workers(), functions.with_alarm
     for function in ("some/reward-model", judged, judge):
         assert pool.parallel(function) is function
-    assert run_in_workers([alarm, judge], 1, None, lambda: 2) == [alarm, judge]
-    assert run_in_workers(["some/reward-model"], 4, None, lambda: 2) == ["some/reward-model"]
+    assert reward_functions.run_in_workers([alarm, judge], 1, None, lambda: 2) == [alarm, judge]
+    assert reward_functions.run_in_workers(["some/reward-model"], 4, None, lambda: 2) == ["some/reward-model"]
     with pytest.raises((AttributeError, PicklingError)) as caught:
         pool.parallel(lambda **columns: [])
     assert "test_workers.test_what_runs_in_this_process.<locals>.<lambda> to a process" in caught.value.__notes__[0]
@@ -91,9 +89,9 @@ ERRORS = {"timeout": "TimeoutError: the sandbox did not answer", "odd": "Odd: no
 def test_errors_of_functions_say_where(workers):
     pool, prompts = workers(), ["a"] * 4
     for kind, message in ERRORS.items():
-        with pytest.raises(RewardError, match=rf"raises failed: {message} \(.*functions.py, line \d+: "):
+        with pytest.raises(errors.RewardError, match=rf"raises failed: {message} \(.*functions.py, line \d+: "):
             pool.parallel(functions.raises)(prompts=prompts, kind=[kind] * 4)
-    with pytest.raises(RewardError, match="one_too_few returned 1 rewards for 2 completions"):
+    with pytest.raises(errors.RewardError, match="one_too_few returned 1 rewards for 2 completions"):
         pool.parallel(functions.one_too_few)(prompts=prompts)
     assert pool.parallel(functions.generates)(prompts=prompts) == [1.0] * 4
 
@@ -102,20 +100,20 @@ def test_a_function_whose_process_always_ends_is_an_error(workers):
     call = workers().parallel(functions.always_ends)
     with pytest.warns(UserWarning, match=r"always_ends ended its process twice \(exit code 0\)"):
         assert call(prompts=["a"] * 4) == [None] * 4
-    with pytest.raises(RewardError, match="always_ends ended its process twice .* in each of its last calls"):
+    with pytest.raises(errors.RewardError, match="always_ends ended its process twice .* in each of its last calls"):
         call(prompts=["a"] * 12)
 
 
 def test_an_interrupted_call_leaves_no_result_to_the_next():
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever tests before left
-    pool = RewardWorkers(2, None, lambda: 1)
+    pool = reward_functions.RewardWorkers(2, None, lambda: 1)
     call = pool.parallel(functions.sleeps)
     ids = pool.parallel(functions.process_ids)(prompts=["a", "b"])
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         call(prompts=[60.0, 60.1, 60.2])
-    assert time.monotonic() - started < 20 and not any(is_alive(int(process)) for process in ids)
+    assert time.monotonic() - started < 20 and not any(run_files.is_alive(int(process)) for process in ids)
     assert call(prompts=[0.2, 0.3]) == [0.2, 0.3] and time.monotonic() - started < 30, "nothing is tried again"
     pool.close()
     signal.signal(signal.SIGINT, handler)
@@ -123,10 +121,10 @@ def test_an_interrupted_call_leaves_no_result_to_the_next():
 
 @pytest.mark.parametrize("exit_code", [None, 5])
 def test_programs_end_with_the_process_that_started_them(tmp_path, exit_code):
-    path, pool = tmp_path / "id", RewardWorkers(1, 2.0, lambda: 1)
+    path, pool = tmp_path / "id", reward_functions.RewardWorkers(1, 2.0, lambda: 1)
     with pytest.warns(UserWarning, match="took longer than 2 s" if exit_code is None else "exit code 5"):
         assert pool.parallel(functions.runs_a_program)(prompts=[str(path)], code=[exit_code]) == [None]
-    assert eventually(lambda: not is_alive(int(path.read_text())))
+    assert eventually(lambda: not run_files.is_alive(int(path.read_text())))
     pool.close()
 
 
@@ -141,4 +139,4 @@ def test_processes_end_with_a_killed_owner(tmp_path):
     owner.kill()
     owner.wait(10)
     worker = int((tmp_path / "id").read_text())
-    assert eventually(lambda: not is_alive(worker))
+    assert eventually(lambda: not run_files.is_alive(worker))

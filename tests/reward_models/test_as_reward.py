@@ -9,11 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOTrainer
 
-from ebft import RunConfig, load_config, train
-from ebft.errors import ConfigError, ModelError, NonFiniteLossError
-from ebft.files import ADAPTER_WEIGHTS
+from ebft import RunConfig, errors, files, load_config, structured, train
 from ebft.run.checks import check_runnable
-from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.reward import load_reward_model
 from tests.reward_models.conftest import LORA, config_of
 
@@ -60,14 +57,14 @@ def test_the_folder_of_an_adapter_with_new_tokens(model_dir, tmp_path):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_rewards_are_the_scores_of_prompt_and_completion(kind, reward_dirs, model_dir, tmp_path, monkeypatch):
     scored = []
-    calculate = RolloutGRPOTrainer._calculate_rewards
+    calculate = structured.RolloutGRPOTrainer._calculate_rewards
 
     def spy(self, rows, prompts, completions, *others, **kwargs):
         rewards = calculate(self, rows, prompts, completions, *others, **kwargs)
         scored.extend(zip(prompts, completions, rewards[:, 0].tolist()))
         return rewards
 
-    monkeypatch.setattr(RolloutGRPOTrainer, "_calculate_rewards", spy)
+    monkeypatch.setattr(structured.RolloutGRPOTrainer, "_calculate_rewards", spy)
     metrics = train(grpo(model_dir, tmp_path, [str(reward_dirs[kind])])).metrics
     assert len(scored) == 8
     model = AutoModelForSequenceClassification.from_pretrained(reward_dirs[kind], num_labels=1).eval()
@@ -86,7 +83,7 @@ def test_an_infinite_score_stops_training(reward_dirs, model_dir, tmp_path, monk
     """TRL's advantages of it are 0: the step would change nothing without a word."""
     calculate = GRPOTrainer._calculate_rewards
     monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda *given: calculate(*given).add(1).mul(torch.inf))
-    with pytest.raises(NonFiniteLossError, match="loss is nan"):
+    with pytest.raises(errors.NonFiniteLossError, match="loss is nan"):
         train(grpo(model_dir, tmp_path, [str(reward_dirs["full"])]))
 
 
@@ -95,10 +92,10 @@ def test_models_that_cannot_give_rewards_are_refused_before_anything_is_loaded(r
     two.mkdir()
     for labels in ({"0": "a", "1": "b"}, None):  # transformers does not write its default of two
         (two / "config.json").write_text(json.dumps(config | {"id2label": labels}))
-        with pytest.raises(ConfigError, match="because it is not a classifier with one output"):
+        with pytest.raises(errors.ConfigError, match="because it is not a classifier with one output"):
             check_runnable(grpo(model_dir, tmp_path, [str(two)]))
     for folder in (reward_dirs["process"], model_dir):
-        with pytest.raises(ConfigError, match=f"trl.reward_funcs: {folder} cannot give rewards"):
+        with pytest.raises(errors.ConfigError, match=f"trl.reward_funcs: {folder} cannot give rewards"):
             check_runnable(grpo(model_dir, tmp_path, [str(folder)]))
     check_runnable(grpo(model_dir, tmp_path, [str(reward_dirs["full"])]))
 
@@ -108,8 +105,8 @@ def test_training_continues_from_a_reward_model_or_its_adapter(reward_dirs, make
     trained = AutoModelForSequenceClassification.from_pretrained(reward_dirs["full"])
     model = train(make("outcome", base_model=str(reward_dirs["full"]), **steps)).trainer.model
     torch.testing.assert_close(model.score.weight, trained.score.weight)
-    saved = load_file(reward_dirs["lora"] / ADAPTER_WEIGHTS[0])["base_model.model.score.weight"]
+    saved = load_file(reward_dirs["lora"] / files.ADAPTER_WEIGHTS[0])["base_model.model.score.weight"]
     model = train(make("outcome", **LORA, lora_model_dir=str(reward_dirs["lora"]), **steps)).trainer.model
     torch.testing.assert_close(model.base_model.model.score.modules_to_save["default"].weight.data, saved)
-    with pytest.raises(ModelError, match="do not have the shapes of the model: score.bias"):
+    with pytest.raises(errors.ModelError, match="do not have the shapes of the model: score.bias"):
         train(make("process", base_model=str(reward_dirs["process"]), num_labels=3))

@@ -25,8 +25,7 @@ import ebft.run.output
 import ebft.sft.trainer
 import ebft.strided
 import ebft.structured  # noqa: F401 (with those above: imported once, not by every process)
-from ebft import train
-from ebft.errors import EBFTError
+from ebft import errors, train
 from ebft.run.callbacks import TrainingInterrupted
 from ebft.run.config.schema import RunConfig
 from ebft.tools.console import show_warnings
@@ -154,7 +153,7 @@ def _main(config: RunConfig, environment: dict[str, str], inject: Callable[[], N
     except TrainingInterrupted as stop:
         print(stop)
         os._exit(128 + stop.signal_number)
-    except EBFTError as error:
+    except errors.EBFTError as error:
         print(f"{type(error).__name__}: {error}")
         os._exit(2)
     except BaseException:

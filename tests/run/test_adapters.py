@@ -7,8 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from ebft import evaluate, train
-from ebft.errors import ConfigError
+from ebft import errors, evaluate, train
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, adapter_of_run, merge_adapter
 from ebft.tools.inference.models import model_in_folder, model_of_run
 from tests.run.conftest import LORA, assert_equal, strided, weights
@@ -46,7 +45,7 @@ def test_frozen_weights_do_not_move(make, resumed, tmp_path):
     assert moved == {name for name in before if name.startswith(("lm_head", "model.layers.1"))}
     assert_equal(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "a")), first)
     changed = {"unfrozen_parameters": ["lm_head"], "auto_resume_from_checkpoints": True, "output_dir": tmp_path / "b"}
-    with pytest.raises(ConfigError, match='unfrozen_parameters: .*"lm_head"'):
+    with pytest.raises(errors.ConfigError, match='unfrozen_parameters: .*"lm_head"'):
         train(strided(make, **changed))
 
 

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from ebft import train
-from ebft.run.callbacks import profiled_steps
-from ebft.run.output import final_step
+from ebft.run import callbacks, output
 from tests.run.conftest import STRIDED, assert_equal
 
 AUTO = {"auto_resume_from_checkpoints": True}
@@ -47,7 +46,7 @@ def test_losses_above_a_threshold_end_a_run(make, out, tmp_path):
 
 
 def test_profiled_steps(make, out):
-    assert [*profiled_steps(2, 3)] == [4, 5] and [*profiled_steps(1, None)] == [1]
+    assert [*callbacks.profiled_steps(2, 3)] == [4, 5] and [*callbacks.profiled_steps(1, None)] == [1]
     with pytest.warns(UserWarning, match="profiler_steps: 5 is not profiled: training runs from step 1 to step 2"):
         train(make(profiler_steps=[2, 5]))
     [path] = (out / "profiler").iterdir()
@@ -68,7 +67,7 @@ def test_a_tracker_that_fails_later_is_a_warning(make, out, monkeypatch):
 def test_an_error_after_the_last_update_does_not_lose_the_model(make, out, event):
     with pytest.raises(OSError, match="full"):
         train(make(**STRIDED, max_steps=2, save_strategy="no", plugins=[f"tests.run.test_callbacks.Failing{event}"]))
-    assert final_step(out) == 2 and json.loads((out / "run.json").read_text())["state"] == "failed"
+    assert output.final_step(out) == 2 and json.loads((out / "run.json").read_text())["state"] == "failed"
 
 
 def failing(event):

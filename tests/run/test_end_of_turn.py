@@ -9,10 +9,8 @@ from torch.nn.functional import one_hot
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ebft import RunConfig, train
-from ebft.models.load import load_model
-from ebft.models.pretrained import load_tokenizer
-from ebft.run.output import declare_end_of_turn
-from ebft.run.training import load_data
+from ebft.models import load, pretrained
+from ebft.run import output, training
 from ebft.tools.export.merge import MergeSource, merge_adapter
 from tests.golden.runs import LORA
 from tests.structured.conftest import chat_model, make_chat_tokenizer
@@ -53,9 +51,9 @@ def told(act):
 
 def declared(config):
     """The end-of-sequence ids after `declare_end_of_turn`, whether the adapter gets them, and the warnings."""
-    tokenizer = load_tokenizer(config)
-    rows, model = load_data(config, tokenizer, None)[0], load_model(config, tokenizer)
-    write, messages = told(lambda: declare_end_of_turn(config, model, tokenizer, rows))
+    tokenizer = pretrained.load_tokenizer(config)
+    rows, model = training.load_data(config, tokenizer, None)[0], load.load_model(config, tokenizer)
+    write, messages = told(lambda: output.declare_end_of_turn(config, model, tokenizer, rows))
     eos = model.generation_config.eos_token_id
     return eos if isinstance(eos, list) else [eos], bool(write), messages
 

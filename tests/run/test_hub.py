@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import HfApi
 
-from ebft import train
-from ebft.errors import SaveError
+from ebft import errors, train
 from ebft.files import CHECKSUMS
-from ebft.run.checkpoints import damage
-from ebft.run.output import final_step
+from ebft.run import checkpoints, output
 from ebft.trainer import pushing
 from tests.run.crash import config_of
 
@@ -125,15 +123,15 @@ def test_checkpoints_are_pushed_if_asked_for(strategy, pushed, tmp_path, hub):
         (tmp_path / f"copy-{step}").mkdir()
         for name, content in of_checkpoint.items():
             (tmp_path / f"copy-{step}" / name).write_bytes(content)
-        assert damage(tmp_path / f"copy-{step}") is None
+        assert checkpoints.damage(tmp_path / f"copy-{step}") is None
 
 
 def test_a_final_push_that_fails_says_how_to_repeat_it(pushed, out, hub):
     hub.failures, config = [True], pushed(hub_strategy="end")
     said = "was not pushed to me/model .no route.*hf upload me/model .* --include adapter"
-    with pytest.raises(SaveError, match=said):
+    with pytest.raises(errors.SaveError, match=said):
         train(config)
-    assert final_step(out) == 2 and not hub.commits
+    assert output.final_step(out) == 2 and not hub.commits
     with pytest.warns(UserWarning, match="already complete"):
         train(config.model_copy(update={"auto_resume_from_checkpoints": True}))
     assert len(hub.commits) == 1 and hub.commits[0][1].keys() == ADAPTER

@@ -13,9 +13,7 @@ import ebft.run.output
 import ebft.run.training
 import ebft.tools.dashboard.report
 from ebft.monitor.budget import Budget
-from ebft.run.callbacks import StopOnSignal, StopRequested
-from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.output import final_step
+from ebft.run import callbacks, checkpoints, output
 from ebft.sft.trainer import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
@@ -45,17 +43,17 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
     ended = run(config, inject)
     assert ended.code in (128 + 2, 128 + 15), ended.output
     assert f"Stopped at step {step}. Resume by" in ended.output
-    assert newest_checkpoint(out) == out / f"checkpoint-{step}" and final_step(out) is None
+    assert checkpoints.newest_checkpoint(out) == out / f"checkpoint-{step}" and output.final_step(out) is None
     trained(config)
     wanted = unbroken(method, **{key: value for key, value in keys.items() if key == "eval_steps"})
-    assert final_step(out) == STEPS and result(out) == as_resumed(step, wanted)
+    assert output.final_step(out) == STEPS and result(out) == as_resumed(step, wanted)
 
 
 def test_a_signal_while_the_model_or_a_checkpoint_is_loaded(inputs, out):
     config = config_of("sft", inputs, out, max_steps=2)
     said = trained(config, 128 + 15, before(ebft.run.training, "load_model", 1, terminate))
     assert "Interrupted before training started; nothing was saved." in said
-    assert not any(out.glob("checkpoint-*")) and final_step(out) is None
+    assert not any(out.glob("checkpoint-*")) and output.final_step(out) is None
     assert json.loads((out / "run.json").read_text())["state"] == "stopped"
 
     trained(config, -9, before(ebft.transformers_internals, "save_final_weights", 1, kill))
@@ -63,17 +61,17 @@ def test_a_signal_while_the_model_or_a_checkpoint_is_loaded(inputs, out):
     said = trained(config, 128 + 15, before(OverTrainer, "restore_running_state", 1, terminate))
     assert "Stopped at step 2. Resume by" in said
     trained(config)
-    assert final_step(out) == 4
+    assert output.final_step(out) == 4
 
 
 def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inputs, unbroken, out):
     said = trained(config_of("sft_full", inputs, out), 0, before(ebft.run.output, "publish_files", 1, press_ctrl_c))
     assert "Stopping after saving the final model" in said
-    assert final_step(out) == STEPS and result(out) == unbroken("sft_full")
+    assert output.final_step(out) == STEPS and result(out) == unbroken("sft_full")
 
 
 def test_a_request_of_another_thread_stops_a_single_process_where_it_can():
-    stop, added = StopOnSignal(), []
+    stop, added = callbacks.StopOnSignal(), []
     trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), may_stop=False, add_callback=added.append)
     stop.follow(trainer)
     thread = threading.Thread(target=stop.request, args=(15,))
@@ -81,14 +79,14 @@ def test_a_request_of_another_thread_stops_a_single_process_where_it_can():
     thread.join()
     trainer.when_stoppable()  # in the middle of an update
     trainer.may_stop = True
-    with pytest.raises(StopRequested):
+    with pytest.raises(callbacks.StopRequested):
         trainer.when_stoppable()
     assert (stop.requested, stop.signal_number, added) == (True, 15, [stop])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_process_that_user_code_forks_has_the_default_handlers(number):
-    stop = StopOnSignal()
+    stop = callbacks.StopOnSignal()
     stop.requested = True  # ignores a second SIGTERM
     with stop.listening():
         if (child := os.fork()) == 0:

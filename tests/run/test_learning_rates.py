@@ -7,10 +7,8 @@ import pytest
 from peft.optimizers import create_loraplus_optimizer
 from torch.optim import AdamW
 
-from ebft import train
-from ebft.errors import ConfigError, ModelError
-from ebft.models.load import load_model
-from ebft.models.pretrained import load_tokenizer
+from ebft import errors, train
+from ebft.models import load, pretrained
 from ebft.run.trainer import rates_of
 from tests.run.conftest import LORA, strided
 
@@ -36,7 +34,7 @@ def test_groups_embeddings_and_everything_else(make):
     assert found["model.layers.1.mlp.up_proj.weight"] == (1e-3, 0.1)
     scaled = rates(train(make(embedding_lr_scale=3.0, max_steps=1)).trainer)
     assert scaled["lm_head.weight"] == (pytest.approx(3e-3), 0.0) and scaled["model.norm.weight"] == (1e-3, 0.0)
-    with pytest.raises(ModelError, match="lr_groups: 'experts' is not part of the name of a trained parameter"):
+    with pytest.raises(errors.ModelError, match="lr_groups: 'experts' is not part of the name of a trained parameter"):
         train(make(lr_groups=[{"name": "none", "modules": ["experts"], "lr": 0.5}]))
 
 
@@ -54,7 +52,7 @@ def test_another_length_of_a_resumed_run_names_both_rates(make):
 
 def test_lora_plus_is_that_of_peft(make):
     config = make(**EMBEDDINGS, lora_modules_to_save=["norm"], peft_use_dora=True, loraplus_lr_ratio=16.0)
-    model = load_model(config, load_tokenizer(config))
+    model = load.load_model(config, pretrained.load_tokenizer(config))
     optimizer = create_loraplus_optimizer(model, AdamW, lr=config.learning_rate, loraplus_lr_ratio=16.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     expected = {names[id(value)]: group["lr"] for group in optimizer.param_groups for value in group["params"]}
@@ -63,7 +61,7 @@ def test_lora_plus_is_that_of_peft(make):
     magnitudes = {rate for name, rate in expected.items() if "magnitude" in name}
     assert magnitudes == {16e-3} and set(expected.values()) == {1e-6, 1e-3, 16e-3}
     config = make(**EMBEDDINGS, loraplus_lr_ratio=2.0, loraplus_lr_embedding=1e-5)
-    model = load_model(config, load_tokenizer(config))
+    model = load.load_model(config, pretrained.load_tokenizer(config))
     found = {rates_of(config, model)(name) for name, value in model.named_parameters() if value.requires_grad}
     assert found == {1e-5, 1e-3, 2e-3}
 
@@ -74,5 +72,5 @@ def test_a_resumed_run_continues_exactly(make, resumed, tmp_path):
     for part, rate in (("lora_B", 16e-3), ("lora_A", 1e-3), ("lm_head", 0.25)):
         assert {value for name, (value, _) in found.items() if part in name} == {rate}
     resume = {"max_steps": 4, "resume_from_checkpoint": tmp_path / "a" / "checkpoint-2"}
-    with pytest.raises(ConfigError, match="loraplus_lr_ratio: 4.0 differs from loraplus_lr_ratio: 16.0"):
+    with pytest.raises(errors.ConfigError, match="loraplus_lr_ratio: 4.0 differs from loraplus_lr_ratio: 16.0"):
         train(strided(make, **{**keys, "loraplus_lr_ratio": 4.0}, **resume))

@@ -1,6 +1,5 @@
 """One dataset and one config for every method, switched by `rl` and `ebft.mode` alone."""
 
-import json
 import warnings
 
 import pytest
@@ -17,20 +16,6 @@ OVERRIDES = {
     "plain": ["rl="], "strided": [], "structured": ["ebft.mode=structured"],
     "grpo": ["rl=grpo", "trl.reward_funcs=[feature_matching]"],
 }  # fmt: skip
-STRIDED = {"mode": "strided", "context_length": 4, "stride": 4, "generate_max_len": 2, "n_samples_per_prompt": 2}
-
-
-@pytest.fixture
-def run_file(tiny_llama_dir, tmp_path):
-    """A strided config with a section for each method, over twelve pairs."""
-    rows = [{"input": f"question {i} is", "output": f" the answer to it is {i}, and no other"} for i in range(12)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    config = {"base_model": str(tiny_llama_dir), "special_tokens": {"pad_token": "<|end|>"}, "sequence_len": 64}
-    config |= {"rl": "ebft", "ebft": STRIDED, "trl": {"num_generations": 2, "max_completion_length": 6}}
-    config |= {"datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "ebft_strided_structured.transform"}]}
-    config |= {"val_set_size": 2, "micro_batch_size": 2, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path / "run.yaml"
 
 
 @pytest.fixture

@@ -12,12 +12,9 @@ from ebft import load_config, train
 from ebft.errors import ConfigError
 from ebft.tools.fetch import convert_file
 from tests.run.conftest import LORA, assert_equal, strided, weights
+from tests.structured.trainers import logged
 
 AUTO = {"auto_resume_from_checkpoints": True}
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def contents(folder, pattern="*"):

@@ -12,9 +12,7 @@ from tests.serving.conftest import STAND_IN
 from tests.serving.processes import alive, eventually, pids_in
 
 # The stand-in that ignores SIGTERM would take ten seconds with the supervisor's own patience.
-IMPATIENT = (
-    "import sys; from ebft.serving import supervisor; supervisor.GRACE = 0.5; sys.exit(supervisor.main(sys.argv[1:]))"
-)
+IMPATIENT = "import sys; from ebft.serving import supervisor as s; s.GRACE = 0.5; sys.exit(s.main(sys.argv[1:]))"
 
 
 @pytest.fixture

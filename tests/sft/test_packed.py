@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from ebft import errors, transformers_internals
 from ebft.data.documents import JoiningCollator, pack_rows
-from ebft.errors import ModelError
 from ebft.sft.packed import model_inputs, why_not_separated
 from ebft.sft.trainer import SFTTrainer
-from ebft.transformers_internals import takes_attention_functions
 from tests.strided.families import RUNNING_STATE, tiny_model
 
 NO_DROPOUT = {"llama": {}, "gemma2": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
@@ -166,7 +165,7 @@ def test_documents_that_see_one_another_are_noticed(tmp_path, monkeypatch):
     message = "LlamaForCausalLM does not separate the documents of a packed row.*eager"
     with pytest.warns(UserWarning, match=message):
         make_trainer(tmp_path, model, packed).train()
-    with pytest.raises(ModelError, match=f"{message}.*Remove batch_flattening"):
+    with pytest.raises(errors.ModelError, match=f"{message}.*Remove batch_flattening"):
         make_trainer(tmp_path, model, documents(), batch_flattening=True).train()
 
 
@@ -189,7 +188,7 @@ def test_documents_that_share_no_row_are_computed_separately(family, tmp_path):
     expected.backward()
     wanted, packed = gradients(model), pack_rows(rows, 16)
     # Since transformers 5.24, GPT-J and CodeGen use the attention interface and separate the documents of a row.
-    is_joined = JOINED[family] != OWN_ATTENTION or not takes_attention_functions(model)
+    is_joined = JOINED[family] != OWN_ATTENTION or not transformers_internals.takes_attention_functions(model)
     with pytest.warns(UserWarning, match=JOINED[family]) if is_joined else nullcontext():
         trainer = make_trainer(tmp_path, model, packed, packed)
         trainer._check_once(model, trainer.data_collator([packed[0]]))
@@ -199,7 +198,7 @@ def test_documents_that_share_no_row_are_computed_separately(family, tmp_path):
 
 @pytest.mark.parametrize("family", RUNNING_STATE)
 def test_flattened_batches_of_layers_with_a_running_state_are_refused(family, tmp_path):
-    with pytest.raises(ModelError, match=rf"({KEEP_STATE}|{OWN_ATTENTION}).*Remove batch_flattening"):
+    with pytest.raises(errors.ModelError, match=rf"({KEEP_STATE}|{OWN_ATTENTION}).*Remove batch_flattening"):
         make_trainer(tmp_path, tiny_model(family), documents(), batch_flattening=True)
 
 

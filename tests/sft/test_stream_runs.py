@@ -100,9 +100,7 @@ def test_another_stream_is_not_continued(make, unbroken):
         resumed(make, unbroken, data_seed=7)
 
 
-def test_held_out_documents_are_those_of_test_datasets_and_rows_as_one_text_give_other_losses(
-    make, corpus, unbroken, capsys
-):
+def test_held_out_documents_are_of_test_datasets_and_rows_as_one_text_give_other_losses(make, corpus, unbroken, capsys):
     test_datasets = [{"path": corpus[1], "type": "completion"}]
     found = finished(make(pretrain_multipack_attn=False, test_datasets=test_datasets, eval_steps=3))
     assert unbroken.logs[0]["loss"] != found.logs[0]["loss"]

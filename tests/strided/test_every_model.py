@@ -9,16 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.anchors import BlockOptions
-from ebft.errors import ModelError
-from ebft.features import FeatureNetwork
-from ebft.models.causal_lm import evaluating
-from ebft.models.pretrained import disable_dropout
+from ebft import anchors, errors, features
+from ebft.models import causal_lm, pretrained
 from ebft.prefix.forward import ATTENTION, ROWS, STATES, way_of
+from ebft.strided import loss, validation
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.loss import embed_blocks, score
 from ebft.strided.rollout import sample_rollouts
-from ebft.strided.validation import check_parity
 from ebft.structured.scoring import check_shared_prompt_parity as check_shared_prompts
 from ebft.structured.scoring import score_completions
 from tests.strided.every_model import NAMES, NOT_BUILT, build
@@ -72,21 +68,21 @@ def logps_of(plain, ids, start):
 
 def strided_mode(model, plain):
     """Three documents of unequal lengths, up to five blocks and two rollouts: log-probabilities and features."""
-    network = FeatureNetwork(model, **FEATURES)
-    disable_dropout(model)
-    check_parity(model, network, as_trained=True)
+    network = features.FeatureNetwork(model, **FEATURES)
+    pretrained.disable_dropout(model)
+    validation.check_parity(model, network, as_trained=True)
     name = model.config.model_type
     assert way_of(model) == (STATES if name in WITH_STATES else ROWS if name in WITHOUT_SHARED_PROMPTS else ATTENTION)
     lengths = torch.tensor([33, 58, 21])
     ids = torch.randint(3, VOCAB, (3, 58), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(58) < lengths[:, None]).long()
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    layout = StridedLayout.place(documents, BlockOptions(n_samples_per_prompt=2, **SIZES))
-    with evaluating(model):
+    layout = StridedLayout.place(documents, anchors.BlockOptions(n_samples_per_prompt=2, **SIZES))
+    with causal_lm.evaluating(model):
         sampled = sample_rollouts(model, documents, layout, temperature=TEMPERATURE)
     how = {"temperature": TEMPERATURE, "text_gradient": False, "apply_dropout": False}
-    scored = score(model.train(), documents, layout, sampled.tokens, **how)[0]
-    phi, phi_ref = embed_blocks(network, documents, layout, sampled.tokens)
+    scored = loss.score(model.train(), documents, layout, sampled.tokens, **how)[0]
+    phi, phi_ref = loss.embed_blocks(network, documents, layout, sampled.tokens)
     found = [(row, blocks_of(row[:length], 0, OPTIONS)) for row, length in zip(ids, lengths)]
     blocks = [(row, anchor) for row, of_row in found for anchor, _ in of_row]
     assert len(blocks) == len(scored) == 10
@@ -103,7 +99,7 @@ def strided_mode(model, plain):
 
 def shared_prompts(model, plain):
     """Samples of five contexts, and scores of completions and references of three prompts."""
-    disable_dropout(model)
+    pretrained.disable_dropout(model)
     check_shared_prompts(model)
     contexts = later_turns()
     for context, completion in zip(contexts, sample(model, contexts, [5, 2, 1, 4, 5])):
@@ -129,6 +125,6 @@ def test_every_model_is_equal_or_refused(name):
             if reason is None:
                 run(copy.deepcopy(model), model)
             else:
-                with pytest.raises(ModelError, match=reason):
+                with pytest.raises(errors.ModelError, match=reason):
                     run(copy.deepcopy(model), model)
         print(f"{name}, {run.__name__}: {'equal' if reason is None else f'refused ({reason})'}")

@@ -10,11 +10,8 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import enable_tf32
 
-from ebft import load_config, train
-from ebft.prefix.attention.passes import MaskPattern, document_attention
-from ebft.prefix.attention.tiles import AttentionScores
-from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from ebft.transformers_internals import causal_mask_function
+from ebft import load_config, strided, train, transformers_internals
+from ebft.prefix.attention import passes, tiles
 from tests.golden.runs import write_inputs
 from tests.strided.families import tiny_model
 from tests.strided.oracle import options_of, oracle_step
@@ -28,13 +25,13 @@ MATRIX = lambda *families: pytest.mark.parametrize(("family", "way"), [(f, way) 
 
 def on_gpu(tmp_path, model, way="tiles"):
     (model.get_base_model() if isinstance(model, PeftModel) else model).generation_config.eos_token_id = ENDS
-    args = StridedEBFTConfig(output_dir=str(tmp_path), report_to=[], seed=3, **BASE, **WAYS[way])
+    args = strided.StridedEBFTConfig(output_dir=str(tmp_path), report_to=[], seed=3, **BASE, **WAYS[way])
     if way == "flex":
         model.set_attn_implementation("flex_attention")
     inputs, rows = unequal_batch()
     inputs = {name: value.cuda() for name, value in inputs.items()}
     rows = [(ids.cuda(), prompt, targets) for ids, prompt, targets in rows]
-    return StridedEBFTTrainer(model=model, args=args), inputs, rows
+    return strided.StridedEBFTTrainer(model=model, args=args), inputs, rows
 
 
 @MATRIX("llama", "gemma2", "gpt_oss", "qwen3")
@@ -89,6 +86,6 @@ def test_grouped_heads_keep_no_scores(dtype, size):
     parts = [x.requires_grad_() for x in parts]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    pattern = MaskPattern(causal_mask_function)
-    document_attention([(0, tokens)], *parts, pattern, AttentionScores(size**-0.5), None).sum().backward()
+    pattern = passes.MaskPattern(transformers_internals.causal_mask_function)
+    passes.document_attention([(0, tokens)], *parts, pattern, tiles.AttentionScores(size**-0.5), None).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 8 * tokens**2 * dtype.itemsize

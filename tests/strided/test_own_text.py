@@ -10,12 +10,10 @@ import itertools
 import pytest
 import torch
 
-from ebft.anchors import BlockOptions
+from ebft import anchors, features, strided
 from ebft.data.documents import DocumentCollator
-from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
 from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards
-from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import embed_blocks, score
 from tests.strided.families import tiny_model
@@ -78,8 +76,8 @@ def deviations(tmp_path, rows_of, batches, rows, **options):
     settings = {"stride": 3, "context_length": 1, "generate_max_len": 4, "n_samples_per_prompt": 4, "temperature": 1.0,
                 "feature_layers": [0.0, 1.0], "embed_method": "mean_pooling", "max_length": LONGEST}  # fmt: skip
     settings |= options
-    args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
-    trainer = StridedEBFTTrainer(model=model, args=args)
+    args = strided.StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
+    trainer = strided.StridedEBFTTrainer(model=model, args=args)
     names = [name for name, _ in model.named_parameters()]
     biases, directions = [], []
     for batch in range(batches):
@@ -118,13 +116,13 @@ def test_blocks_of_the_texts_that_go_on_teach_not_to_end(tmp_path):
 def test_the_mean_of_the_estimator_is_the_gradient_of_the_loss(samples):
     """By enumeration of the seven texts of up to two tokens that a vocabulary of three has."""
     model = small_model(vocabulary=3)
-    network = FeatureNetwork(model, [0.0, 1.0], "mean_pooling")
+    network = features.FeatureNetwork(model, [0.0, 1.0], "mean_pooling")
     prepare(model)
     possible = torch.tensor([[END, END], [0, END], [1, END], [0, 0], [0, 1], [1, 0], [1, 1]])
     rows = {"input_ids": torch.tensor([[1, 0, 1, 0, END, END, END], [1, 1, 0, 1, 1, 0, 1]])}
     rows["attention_mask"] = torch.tensor([[1] * 5 + [0] * 2, [1] * 7])
     documents = Documents.from_inputs(rows)
-    options = BlockOptions(3, 1, 2, len(possible), end_ids=(END,))
+    options = anchors.BlockOptions(3, 1, 2, len(possible), end_ids=(END,))
     layout = StridedLayout.place(documents, options)
     assert layout.anchors == [[1, 4], [1, 4]]  # the second of the first text has a reference of one token
     every = possible.expand(layout.num_blocks, -1, -1)

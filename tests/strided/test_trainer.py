@@ -300,8 +300,7 @@ def test_rows_without_room_for_a_block_are_dropped_and_counted(tmp_path):
     make(tmp_path, train=stream, **changes).train()  # the stream ends after two rows
     for step, warned in ((1, 0), (3, 1)):
         trainer = make(tmp_path, train=stream, **{**changes, "max_steps": 4})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert sum("a stream that had ended" in str(each.message) for each in caught) == warned
         assert trainer.state.global_step == 4

@@ -10,11 +10,6 @@ CHATML = (
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2}
 
 
-@pytest.fixture(scope="session")
-def chat_tokenizer():
-    return make_chat_tokenizer()
-
-
 def make_chat_tokenizer():
     """One token per byte, and four special ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

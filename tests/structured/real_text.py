@@ -10,15 +10,6 @@ CONTEXT, REFERENCE = 24, 16  # tokens of a prompt and of its reference
 HELD_OUT_EVERY = 6  # file
 
 
-def transform(cfg, **kwargs):
-    """Dataset transform: prompts as text, as continual pretraining would have them."""
-
-    def transform_fn(example, tokenizer=None):
-        return {"prompt": example["input"], "ground_truth": example["output"]}
-
-    return transform_fn, {"remove_columns": "__all__"}
-
-
 def make_base_model(folder: Path, steps: int = 500) -> Path:
     """Train a tokenizer and a Llama of 0.9 million parameters by SFT; rows go beside it."""
     from ebft import train

@@ -13,8 +13,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import ebft.prefix.logps
-from ebft import EBFTTrainer
-from ebft.errors import ConfigError
+from ebft import EBFTTrainer, errors
 from ebft.models.sharding import is_sharded, reshard
 from ebft.structured.rollouts.local import HFBackend
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
@@ -61,7 +60,7 @@ def trainer_of(name, folder, processes):
 
 def found_by(trainer):
     if trainer.is_fsdp_enabled:
-        with pytest.raises(ConfigError, match="train\\(\\) shards the model. Call it before evaluate"):
+        with pytest.raises(errors.ConfigError, match="train\\(\\) shards the model. Call it before evaluate"):
             trainer.evaluate()
     trainer.train()
     assert is_sharded(trainer.model) == trainer.is_fsdp_enabled

@@ -3,11 +3,9 @@
 import numpy as np
 import torch
 
-from ebft import EBFTTrainer
-from ebft.structured import RolloutGRPOTrainer
+from ebft import EBFTTrainer, structured
 from ebft.structured.rollouts.turns import Completion
-from tests.structured.conftest import chat_model, make_chat_tokenizer
-from tests.structured.trainers import make, rows
+from tests.structured import conftest, trainers
 
 
 class FromThePrompt:
@@ -27,7 +25,7 @@ class Trainer(EBFTTrainer):
     backend = lambda self: FromThePrompt()
 
 
-class GRPOTrainer(RolloutGRPOTrainer):
+class GRPOTrainer(structured.RolloutGRPOTrainer):
     backend = lambda self: FromThePrompt()
 
 
@@ -38,12 +36,12 @@ def remainder(completion_ids, **columns):
 
 def held_out(folder, method, batch_size):
     """The metrics of an evaluation of five rows with four completions each, and what NumPy gives for some of them."""
-    tokenizer, dataset = make_chat_tokenizer(), rows(multi_turn=False)
+    tokenizer, dataset = conftest.make_chat_tokenizer(), trainers.rows(multi_turn=False)
     length = lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids]
     options = {"per_device_eval_batch_size": batch_size, "reward_funcs": [remainder, length]}
     options |= {"multi_objective_aggregation": "normalize_then_sum"} if method == "gdpo" else {}
     kind = Trainer if method == "ebft" else GRPOTrainer
-    trainer = make(chat_model(tokenizer), tokenizer, folder, dataset, kind, **options)
+    trainer = trainers.make(conftest.chat_model(tokenizer), tokenizer, folder, dataset, kind, **options)
     metrics = trainer.evaluate(dataset.select(range(5)))
     backend, sampled = FromThePrompt(), []
     for row in dataset.select(range(5)):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.structured.conftest import chat_model, lora
-from tests.structured.trainers import compare_step
+from tests.structured import conftest, trainers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,8 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, build, whitening):
     trainer = build(ce_coef=0.3, use_whitening=whitening, bf16=False, tf32=False)
     assert next(trainer.model.parameters()).is_cuda
-    twin, base = lora(chat_model(chat_tokenizer)), chat_model(chat_tokenizer)
-    _, gradients, expected = compare_step(trainer, twin, base, atol=1e-3)
+    twin, base = conftest.lora(conftest.chat_model(chat_tokenizer)), conftest.chat_model(chat_tokenizer)
+    _, gradients, expected = trainers.compare_step(trainer, twin, base, atol=1e-3)
     for name, gradient in expected.items():
         assert F.cosine_similarity(gradient.flatten(), gradients[name].cpu().flatten(), dim=0) > 0.999
 

@@ -11,11 +11,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ebft import evaluate, load_config, train
-from ebft.errors import ConfigError, DataError, RolloutError
+from ebft import errors, evaluate, load_config, structured, train
 from ebft.run.checks import check_runnable
 from ebft.run.config.schema import RunConfig
-from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.config import checked
 from tests.serving.processes import free_port
 from tests.structured.conftest import lora
@@ -56,7 +54,7 @@ def using(tokenizer, tmp_path):
         settings |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, **changes}
         policy = lora(tool_model(tokenizer), scale=0.01) if policy is None else policy
         dataset = questions() if dataset is None else dataset
-        return make(policy, tokenizer, folder, dataset, RolloutGRPOTrainer, **settings)
+        return make(policy, tokenizer, folder, dataset, structured.RolloutGRPOTrainer, **settings)
 
     return made
 
@@ -179,7 +177,7 @@ def test_a_rollout_function_samples_from_the_policy(using):
     for place, index in enumerate(inputs["row"].tolist()):
         generated = rollouts[index].generated
         assert inputs["tool_mask"][place].tolist()[: len(generated)] == generated and 0 in generated
-    with pytest.raises(RolloutError, match="rollout_func '<lambda>' failed: TypeError: list"):
+    with pytest.raises(errors.RolloutError, match="rollout_func '<lambda>' failed: TypeError: list"):
         one_step(using(rollout_func=lambda prompts, trainer: []))
 
 
@@ -196,7 +194,7 @@ LOGPS = [[-1, -0.5]] * 7
     ({"logprobs": [*LOGPS, [0.0, 0.3]]}, r"logprobs that are not finite .* \(prompt 7\)"),
 ])  # fmt: skip
 def test_wrong_results_of_a_rollout_function_are_named(change, message):
-    with pytest.raises(RolloutError, match=message):
+    with pytest.raises(errors.RolloutError, match=message):
         checked(lambda prompts, trainer: FINE | change)([[USER("x")]] * 8, Mock(use_vllm=False))
 
 
@@ -205,7 +203,7 @@ def test_wrong_results_of_a_rollout_function_are_named(change, message):
     ({"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}, "remaining_turns"),
 ])  # fmt: skip
 def test_rows_whose_tools_or_turns_would_be_left_out_are_refused(using, row, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(errors.DataError, match=message):
         using(Dataset.from_list([row] * 8))
 
 
@@ -222,12 +220,12 @@ CALCULATOR = {"environment_factory": "calculator.Calculator"}
     (CALCULATOR, {"fsdp": True}, "trl.environment_factory is incompatible with fsdp"),
 ])  # fmt: skip
 def test_keys_that_exclude_tools(trl, keys, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         check_runnable(RunConfig.from_dict({**BASE, "trl": trl, **keys}))
 
 
 def test_evaluation_alone_does_not_run_tools(folder):
     held_out = [{"path": str(folder / "rows.jsonl"), "type": "calculator.prompts"}]
     given = {**BASE, "base_model": str(folder), "trl": CALCULATOR, "test_datasets": held_out}
-    with pytest.raises(ConfigError, match="samples completions without trl.environment_factory"):
+    with pytest.raises(errors.ConfigError, match="samples completions without trl.environment_factory"):
         evaluate(RunConfig.from_dict(given))

@@ -7,9 +7,7 @@ from datasets import Dataset
 from ebft.errors import ConfigError
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.replay import FailedPrompts, PromptReuse, ReplayBuffer
-from tests.structured import oracle
-from tests.structured.conftest import chat_model
-from tests.structured.trainers import USER, logged
+from tests.structured import conftest, oracle, trainers
 
 PAD = 99
 
@@ -78,10 +76,10 @@ def rewarded(prompts, completion_ids, trainer_state, **columns):
 @pytest.fixture
 def train(chat_tokenizer, build):
     def trained(reward=rewarded, **changes):
-        dataset = Dataset.from_list([{"prompt": [USER(f"say {i} " + "word " * (i % 4))]} for i in range(12)])
+        dataset = Dataset.from_list([{"prompt": [trainers.USER(f"say {i} " + "word " * (i % 4))]} for i in range(12)])
         torch.manual_seed(3)
         options = {"kind": RolloutGRPOTrainer, "reward_funcs": reward, "learning_rate": 0.05, **changes}
-        trainer = build(chat_model(chat_tokenizer), dataset, **options)
+        trainer = build(conftest.chat_model(chat_tokenizer), dataset, **options)
         weights = lambda: {name: value.clone() for name, value in trainer.model.state_dict().items()}
         batches, models, after_inputs = [], [], trainer.after_inputs
 
@@ -108,11 +106,11 @@ def test_replayed_groups_are_trained_on(chat_tokenizer, train, recompute, num_it
     assert replayed["advantages"].any()
     assert any(not torch.equal(models[1][name], models[2][name]) for name in models[1])  # the second step trains
     assert replayed["num_items_in_batch"] == replayed["completion_mask"].sum()
-    assert logged(trainer, "replayed_groups") == [0, 3]
+    assert trainers.logged(trainer, "replayed_groups") == [0, 3]
     assert ("old_per_token_logps" in replayed) == (num_iterations == 2 or not recompute)
     if "old_per_token_logps" not in replayed:
         return
-    model = chat_model(chat_tokenizer).eval()
+    model = conftest.chat_model(chat_tokenizer).eval()
     model.load_state_dict(models[1] if recompute else models[0])  # now, or when they were sampled
     for row in range(len(replayed["advantages"])):
         prompt = replayed["prompt_ids"][row][replayed["prompt_mask"][row].bool()].tolist()
@@ -155,13 +153,13 @@ def test_failed_prompts_are_sampled_again(chat_tokenizer, train, fraction, again
     assert failed and len(set(seen[0] + seen[1])) == 6
     repeated = [prompt for prompt in seen[2] + seen[3] if prompt in failed]
     assert repeated == (failed[: len(repeated)] if again else []) and bool(repeated) == again
-    groups = logged(trainer, "rerolled_groups")
+    groups = trainers.logged(trainer, "rerolled_groups")
     assert (sum(groups) == len(repeated) > 0) if again else groups == []
 
 
 @pytest.mark.parametrize("option", [{"replay_buffer_size": 4}, {"reroll_start_fraction": 0.5}])
 def test_groups_that_are_spread_over_processes_cannot_be_replaced(chat_tokenizer, build, option):
-    trainer = build(chat_model(chat_tokenizer), kind=RolloutGRPOTrainer, reward_funcs=rewarded, **option)
+    trainer = build(conftest.chat_model(chat_tokenizer), kind=RolloutGRPOTrainer, reward_funcs=rewarded, **option)
     trainer.args.steps_per_generation, trainer.args.per_device_train_batch_size = 1, 2  # as with two processes
     with pytest.raises(ConfigError, match=r"replace groups of num_generations \(4\) .* generates 2 at once"):
         PromptReuse(trainer)

@@ -13,9 +13,7 @@ from ebft.features import FeatureNetwork
 from ebft.structured.reward import embed_continuations, shares_prompts
 from ebft.transformers_internals import checkpointing_argument
 from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, for_oracle, tiny_model
-from tests.structured import oracle
-from tests.structured.conftest import chat_model, lora
-from tests.structured.trainers import USER
+from tests.structured import conftest, oracle, trainers
 
 LAYERS = [0.25, 0.5, 1.0]
 
@@ -28,7 +26,7 @@ def groups_of(tokenizer, n, kind):
     references = ["yes.", "no, and here is a longer reason", "because"]
     prompts, truths, ids = [], [], []
     for text, reference in zip(texts, references):
-        prompt = text if kind == "text" else [{"role": "system", "content": "Be brief."}, USER(text)]
+        prompt = text if kind == "text" else [{"role": "system", "content": "Be brief."}, trainers.USER(text)]
         for j in range(n):
             length = int(torch.randint(0 if j == 1 else 1, 20, (), generator=generator)) if j else 7
             sampled = torch.randint(4, len(tokenizer), (length,), generator=generator).tolist()
@@ -78,7 +76,7 @@ def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method,
 def test_features_come_from_the_base_model_as_it_was(model, chat_tokenizer, tmp_path):
     prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
     model.save_pretrained(tmp_path)
-    networks = model, str(tmp_path), lora(chat_model(chat_tokenizer))
+    networks = model, str(tmp_path), conftest.lora(conftest.chat_model(chat_tokenizer))
     of_model, of_name, of_adapter = (FeatureMatchingReward(network, chat_tokenizer, 2) for network in networks)
     before = of_model(prompts, None, ids, ground_truth=truths)
     assert of_name(prompts, None, ids, ground_truth=truths) == before
@@ -115,7 +113,7 @@ def test_larger_groups_than_its_own_are_warned_of_and_a_network_that_overflows_i
 def test_plain_trl_trainer_takes_it(chat_tokenizer, tmp_path):
     from trl import GRPOConfig, GRPOTrainer
 
-    policy = lora(chat_model(chat_tokenizer))
+    policy = conftest.lora(conftest.chat_model(chat_tokenizer))
     reward = FeatureMatchingReward(policy, chat_tokenizer, num_generations=2)
     rows = Dataset.from_list([{"prompt": f"say {i}", "ground_truth": f"{i}"} for i in range(4)])
     sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "max_steps": 1}
@@ -159,7 +157,7 @@ def test_samples_and_references_are_whole_renderings(model, chat_tokenizer, kind
         "{% if add_generation_prompt %}<|im_start|>assistant\n" + opened + "{% endif %}"
     )
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    prompt = [USER("hi")]
+    prompt = [trainers.USER("hi")]
     start = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     given = start + (opened if follows_generation_prompt or written.startswith(opened) else "")
     reference = start + written + "yes."
@@ -167,8 +165,7 @@ def test_samples_and_references_are_whole_renderings(model, chat_tokenizer, kind
     reward = FeatureMatchingReward(model, tokenizer, 2, embed_method="mean_pooling", diversity_coef=0.0)
     reward.follows_generation_prompt = follows_generation_prompt
     completions = [encode(text[len(given) :]) for text in texts]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found = reward([prompt] * 2, None, completions, ground_truth=["yes."] * 2)
     depths = reward.options.feature_layers
     embedded = [oracle.embedding(model, encode(text), [], depths, "mean_pooling") for text in (*texts, reference)]
@@ -182,7 +179,7 @@ def test_columns_that_trl_does_not_render(model, chat_tokenizer):
     tokenizer = copy.deepcopy(chat_tokenizer)
     tokenizer.chat_template = "{% if tools %}tools {{ tools[0].name }}\n{% endif %}" + tokenizer.chat_template
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    prompt, start = [USER("hi")], "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    prompt, start = [trainers.USER("hi")], "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     reward = FeatureMatchingReward(model, tokenizer, 2, embed_method="mean_pooling", diversity_coef=0.0)
     with pytest.warns(UserWarning, match="columns tools and chat_template_kwargs are in the references, but not in"):
         completions, tools = [encode("yes."), encode("no")], ['[{"name": "f"}]'] * 2

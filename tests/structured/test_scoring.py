@@ -10,15 +10,11 @@ from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
 from ebft.prefix.attention import suffixes
 from ebft.prefix.forward import prepare
-from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.scoring import Prompt, Rows, check_padding, score_completions
-from ebft.structured.trl import ROW, by_group
+from ebft.structured import RolloutGRPOTrainer, scoring, trl
 from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, VOCAB, lora_targets, tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.strided.test_exactness import compare_gradients, with_lora
-from tests.structured import oracle
-from tests.structured.conftest import chat_model, lora
-from tests.structured.trainers import one_step
+from tests.structured import conftest, oracle, trainers
 
 TEMPERATURE = 0.7
 
@@ -28,9 +24,9 @@ def prompts(seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = lambda length: torch.randint(3, VOCAB, (length,), generator=generator)
     return [
-        Prompt(ids(9), [ids(5), ids(1), ids(12)], [ids(7)]),
-        Prompt(ids(1), [ids(4)]),
-        Prompt(ids(23), [ids(6), ids(6)], [ids(1), ids(3)]),
+        scoring.Prompt(ids(9), [ids(5), ids(1), ids(12)], [ids(7)]),
+        scoring.Prompt(ids(1), [ids(4)]),
+        scoring.Prompt(ids(23), [ids(6), ids(6)], [ids(1), ids(3)]),
     ]
 
 
@@ -61,7 +57,7 @@ def expected(model, batch):
 def compare(model, batch, entropy_gradient):
     plain = copy.deepcopy(model).eval()
     prepare(model.eval())
-    found = score_completions(model, batch, temperature=TEMPERATURE, entropy_gradient=entropy_gradient)
+    found = scoring.score_completions(model, batch, temperature=TEMPERATURE, entropy_gradient=entropy_gradient)
     wanted = expected(plain, batch)
     for ours, theirs in zip((found.logps, found.entropies, found.references), wanted):
         torch.testing.assert_close(ours.detach(), theirs.detach().float(), atol=1e-4, rtol=0)
@@ -88,7 +84,7 @@ def test_adjacent_prompts_are_computed_at_once(family, monkeypatch):
     sizes = [(9, [5, 2, 12]), (4, [3, 3, 3]), (17, [2, 2, 8]), (6, [4, 1]), (6, [9]), (5, [1]), (7, [3]), (8, [2, 4])]
     sizes.append((8, [3, 9]))
     drawn = [(ids(size, n), [ids(own, 10 * n + i) for i, own in enumerate(own)]) for n, (size, own) in enumerate(sizes)]
-    batch = [Prompt(prompt, own[:1], own[1:]) for prompt, own in drawn]
+    batch = [scoring.Prompt(prompt, own[:1], own[1:]) for prompt, own in drawn]
     lengths = [[own - 1 for own in lengths] for _, lengths in sizes]
     grouped = lambda: [
         group.prompts.lengths
@@ -121,17 +117,17 @@ def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, build, tm
     reward = lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids]
     of_kind = {} if "ce_coef" in changes else {"kind": RolloutGRPOTrainer, "reward_funcs": reward}
     for shared in (True, False):
-        model = chat_model(chat_tokenizer)
+        model = conftest.chat_model(chat_tokenizer)
         if "beta" in changes:  # TRL loads a reference model by its name
             model.save_pretrained(tmp_path / "base")
             model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         torch.manual_seed(5)
-        trainer = build(lora(model) if adapter else model, **of_kind, **changes)
+        trainer = build(conftest.lora(model) if adapter else model, **of_kind, **changes)
         assert trainer.shares_prompts
         if not shared:
             trainer.scorer.score = lambda *rows: None  # the same rollouts, but TRL scores them
         torch.manual_seed(6)
-        loss, gradients, rollouts, _ = one_step(trainer)
+        loss, gradients, rollouts, _ = trainers.one_step(trainer)
         found[shared] = loss, gradients, [rollout.ids for rollout in rollouts]
     assert found[True][2] == found[False][2]
     assert found[True][0] == pytest.approx(found[False][0], abs=1e-4)
@@ -155,7 +151,7 @@ def test_each_prompt_is_computed_once_or_as_in_trl(build, shared):
     parts = [(inputs[f"{name}_ids"], inputs[f"{name}_mask"]) for name in ("prompt", "completion", "reference")]
     (prompts, prompt_mask), (completions, completion_mask), (references, _) = parts
     assert prompt_mask.sum() == 4 * prompt_mask[0].sum()  # one group
-    (reference,) = Rows.of(*parts).prompts[0].references
+    (reference,) = scoring.Rows.of(*parts).prompts[0].references
     if shared:
         expected = int(prompt_mask[0].sum()) + int((completion_mask.sum(1) - 1).sum()) + len(reference) - 1
     else:
@@ -165,33 +161,33 @@ def test_each_prompt_is_computed_once_or_as_in_trl(build, shared):
 
 @pytest.mark.filterwarnings("ignore:Prompts are computed once per completion.*differ from those of the plain")
 def test_models_that_mix_tokens_with_padding_are_refused(chat_tokenizer, build):
-    model = chat_model(chat_tokenizer)
+    model = conftest.chat_model(chat_tokenizer)
     # A layer that mixes tokens outside of attention, which no name reveals.
     decoder_layers(model)[1].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
     with pytest.raises(ModelError, match="log-probabilities of a padded row differ from those of the plain"):
-        build(lora(model))
+        build(conftest.lora(model))
 
 
 @pytest.mark.parametrize("family", RUNNING_STATE)
 def test_padding_changes_nothing(family):
     model, before = tiny_model(family).train(), torch.random.get_rng_state()
-    check_padding(model)
+    scoring.check_padding(model)
     assert model.training and torch.random.get_rng_state().equal(before)
 
 
 @pytest.mark.parametrize("family", COUNTS_PADDING)
 def test_states_that_pass_over_padding_are_refused(family):
     with pytest.raises(ModelError, match="padded.*cannot train this model; SFT, which pads on the right, can"):
-        check_padding(tiny_model(family))
+        scoring.check_padding(tiny_model(family))
 
 
 @pytest.mark.parametrize(("positions", "shares"), [(40, False), (512, True)])
 def test_long_rows_with_changing_rotary_frequencies_are_separate(chat_tokenizer, build, positions, shares, recwarn):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": positions}
-    trainer = build(lora(chat_model(chat_tokenizer, rope_parameters=rope)), ce_coef=0.3)
+    trainer = build(conftest.lora(conftest.chat_model(chat_tokenizer, rope_parameters=rope)), ce_coef=0.3)
     counts, add = [], trainer.add_to_loss
     trainer.add_to_loss = lambda *args: counts.append(trainer.scorer.reference_logps is not None) or add(*args)
-    one_step(trainer)
+    trainers.one_step(trainer)
     assert any("sequences of more than 40 tokens" in str(warning.message) for warning in recwarn) == (not shares)
     assert counts == [shares] * 3 and trainer.scorer.reference_logps is None
 
@@ -199,10 +195,10 @@ def test_long_rows_with_changing_rotary_frequencies_are_separate(chat_tokenizer,
 def test_micro_batches_keep_groups_together():
     batches = []
     for part in torch.tensor([5, 0, 3, 7, 1, 6, 2, 4]).split(4):
-        batches.append({ROW: part, "ids": part[:, None] * 10, "count": torch.tensor(8), "no": None})
+        batches.append({trl.ROW: part, "ids": part[:, None] * 10, "count": torch.tensor(8), "no": None})
         batches[-1]["names"] = [str(i) for i in part.tolist()]
-    first, second = by_group(batches, 2)
-    assert first[ROW].tolist() == [5, 4, 0, 1] and second[ROW].tolist() == [3, 2, 7, 6]
+    first, second = trl.by_group(batches, 2)
+    assert first[trl.ROW].tolist() == [5, 4, 0, 1] and second[trl.ROW].tolist() == [3, 2, 7, 6]
     assert first["ids"].flatten().tolist() == [50, 40, 0, 10] and second["names"] == ["3", "2", "7", "6"]
     assert first["count"] == 8
 
@@ -212,7 +208,7 @@ def test_prompts_that_occur_twice_keep_their_references():
     prompts = torch.tensor([[0, 4, 5], [0, 4, 5], [6, 7, 8], [0, 4, 5]]), mask
     completions = torch.arange(12).view(4, 3), torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 0, 0]])
     references = torch.arange(20, 28).view(4, 2), torch.tensor([[1, 1], [0, 0], [0, 1], [1, 0]])
-    found = Rows.of(prompts, completions, references)
+    found = scoring.Rows.of(prompts, completions, references)
     assert [p.ids.tolist() for p in found.prompts] == [[4, 5], [6, 7, 8]] and found.of_row == [0, 0, 1, 0]
     assert [[ids.tolist() for ids in p.completions] for p in found.prompts] == [[[0, 1], [9]], [[6, 7, 8]]]
     assert [[ids.tolist() for ids in p.references] for p in found.prompts] == [[[20, 21], [26]], [[24, 25]]]

@@ -14,9 +14,7 @@ from ebft.monitor.metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
 from tests.reward_functions.functions import lengths
-from tests.structured import oracle
-from tests.structured.conftest import chat_model
-from tests.structured.short_run import check_held_out, held_out
+from tests.structured import conftest, oracle, short_run
 from tests.structured.trainers import arguments, logged, one_step, rows
 
 
@@ -32,7 +30,7 @@ def test_the_longest_reference_limits_completions(chat_tokenizer, build, adaptiv
     data = rows(multi_turn=False)
     longest = max(map(len, data["ground_truth"]))  # one token per byte here
     options = {"adaptive_max_tokens": adaptive, "gt_length_floor": floor, "max_completion_length": 25}
-    trainer = build(chat_model(chat_tokenizer), data, gt_length_multiplier=0.5, **options)
+    trainer = build(conftest.chat_model(chat_tokenizer), data, gt_length_multiplier=0.5, **options)
     limit = min(25, max(floor, -(-longest // 2))) if adaptive else 25
     assert trainer.generation.max_completion_length == trainer.feature_reward.max_completion_length == limit
     _, _, rollouts, _ = one_step(trainer)
@@ -41,7 +39,7 @@ def test_the_longest_reference_limits_completions(chat_tokenizer, build, adaptiv
 
 def test_what_trl_prints_does_not_control_the_terminal(chat_tokenizer, build, capfd):
     data = [{"prompt": [{"role": "user", "content": f"\x1b[2J{number}"}], "ground_truth": "a"} for number in range(6)]
-    build(chat_model(chat_tokenizer), Dataset.from_list(data), log_completions=True, max_steps=1).train()
+    build(conftest.chat_model(chat_tokenizer), Dataset.from_list(data), log_completions=True, max_steps=1).train()
     printed = capfd.readouterr().out
     assert "\u241b[2J" in printed and "\x1b[2J" not in printed
 
@@ -137,7 +135,7 @@ def test_other_rewards_see_the_conversation(build):
 
 def test_a_name_is_loaded_as_trl_does(chat_tokenizer, tmp_path):
     """In float32 unless `model_init_kwargs` say otherwise; a reward model's tokenizer is given as TRL takes it."""
-    chat_model(chat_tokenizer).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    conftest.chat_model(chat_tokenizer).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     chat_tokenizer.save_pretrained(tmp_path / "model")
     more = {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
     more |= {"train_dataset": rows(), "reward_processing_classes": chat_tokenizer}
@@ -162,15 +160,15 @@ def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, build, monk
 
 @pytest.mark.parametrize("method", ["ebft", "grpo", "gdpo"])
 def test_held_out_metrics_do_not_depend_on_the_batch_size(method, tmp_path):
-    found = {size: held_out(tmp_path, method, size) for size in (4, 12)}
+    found = {size: short_run.held_out(tmp_path, method, size) for size in (4, 12)}
     for metrics, expected in found.values():
-        check_held_out(metrics, expected)
+        short_run.check_held_out(metrics, expected)
     for name, value in found[12][0].items():
         assert value == pytest.approx(found[4][0][name], rel=1e-4, abs=1e-4), name
 
 
 def test_a_loss_that_is_not_finite_says_so(chat_tokenizer, build):
-    trainer = build(chat_model(chat_tokenizer))
+    trainer = build(conftest.chat_model(chat_tokenizer))
     trainer._compute_loss = lambda model, inputs: torch.full((), torch.nan, requires_grad=True)
     with pytest.raises(NonFiniteLossError, match="The loss is nan at step 1, in a batch of prompts that start with"):
         trainer.train()
@@ -204,7 +202,7 @@ def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, build, tmp_pat
     options = {"multi_objective_aggregation": aggregation, "log_completions": True, "callbacks": [ConsoleMetrics()]}
     dataset = rows(multi_turn=False).remove_columns("ground_truth")
     options |= {"kind": RolloutGRPOTrainer, "reward_funcs": rewards}
-    trainer = build(chat_model(chat_tokenizer), dataset, **sizes, **options)
+    trainer = build(conftest.chat_model(chat_tokenizer), dataset, **sizes, **options)
     trainer.scored_rollouts.hooks.append(lambda entries, totals: found.append(entries))
     trainer.train()
     silent, other = ([sample["advantage"] for sample in entry["samples"]] for entry in found[-1])
@@ -251,7 +249,7 @@ def test_training_has_the_same_rewards_with_workers(chat_tokenizer, build, tmp_p
     found, dataset = {}, rows(multi_turn=False).add_column("answer", list(range(12)))
     for count in (1, 2):
         options = {"reward_num_workers": count, "log_completions": True, "reward_funcs": [lengths], **GRPO}
-        build(chat_model(chat_tokenizer), dataset, folder=tmp_path / str(count), **options).train()
+        build(conftest.chat_model(chat_tokenizer), dataset, folder=tmp_path / str(count), **options).train()
         found[count] = list(map(json.loads, (tmp_path / str(count) / "rollouts.jsonl").read_text().splitlines()))
     assert found[1] == found[2] and len(found[1]) == 3
 
@@ -261,5 +259,5 @@ def test_rewards_of_some_groups_at_a_time(chat_tokenizer, build, groups, sizes):
     seen = []
     note = lambda completions, **columns: seen.append(len(completions)) or [0.0] * len(completions)
     options = {"streaming_partial_batch": True, "streaming_min_groups": groups, "reward_funcs": [note], **GRPO}
-    build(chat_model(chat_tokenizer), rows(multi_turn=False), **options).train()
+    build(conftest.chat_model(chat_tokenizer), rows(multi_turn=False), **options).train()
     assert seen == sizes

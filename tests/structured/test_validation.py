@@ -5,8 +5,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from ebft.errors import ConfigError, DataError, ModelError
-from tests.structured.conftest import chat_model
-from tests.structured.trainers import arguments
+from tests.structured import conftest, trainers
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -20,14 +19,14 @@ from tests.structured.trainers import arguments
 ])  # fmt: skip
 def test_refused_arguments(chat_tokenizer, build, changes, message):
     with pytest.raises(ConfigError, match=message):
-        build(chat_model(chat_tokenizer), **changes)
+        build(conftest.chat_model(chat_tokenizer), **changes)
 
 
 def test_tokens_that_are_scored_under_another_distribution_are_named(build, tmp_path):
     for changes in ({"top_p": 0.5, "shared_prefix": False}, {"generation_kwargs": {"typical_p": 0.5}}):
         with pytest.warns(UserWarning, match="(top_k/top_p/min_p|typical_p): completions are sampled with this"):
             build(**changes)
-    args = arguments(tmp_path, vllm_server_base_url="http://127.0.0.1:34565", advantage_estimator="grpo")
+    args = trainers.arguments(tmp_path, vllm_server_base_url="http://127.0.0.1:34565", advantage_estimator="grpo")
     assert (args.vllm_server_host, args.vllm_server_port) == ("127.0.0.1", 34565)
     assert (args.advantage_estimator, args.scale_rewards) == ("group_norm", "group")
 
@@ -47,6 +46,6 @@ def of(*truths, **more):
 def test_refused_rows_and_adapters_that_change_the_base_model(chat_tokenizer, build, dataset, error, message):
     with pytest.raises(error, match=message):
         if isinstance(dataset, Dataset):
-            build(chat_model(chat_tokenizer), dataset).train()
+            build(conftest.chat_model(chat_tokenizer), dataset).train()
         adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **dataset)
-        build(chat_model(chat_tokenizer, attention_bias=True), peft_config=adapter)
+        build(conftest.chat_model(chat_tokenizer, attention_bias=True), peft_config=adapter)

@@ -36,7 +36,7 @@ CONFIG = """
 {{base_model: {base}, rl: ebft, ebft: {{embed_method: completion_mean, gt_length_multiplier: 1.0, gt_length_floor: 1}},
 trl: {{num_generations: 4, max_completion_length: 16, temperature: 0.7, use_vllm: true, vllm_server_timeout: 600}},
 vllm: {{port: {port}, max_model_len: 128, python: {python}}}, val_set_size: 16, eval_steps: 3, sequence_len: 96,
-datasets: [{{path: {rows}, type: tests.structured.real_text.transform}}],
+datasets: [{{path: {rows}, type: tests.evaluation.metrics.prompt_rows}}],
 adapter: lora, lora_r: 8, lora_alpha: 16, lora_target_linear: true, micro_batch_size: 8, gradient_accumulation_steps: 2,
 max_steps: 3, learning_rate: 2.0e-3, lr_scheduler: constant, logging_steps: 1, output_dir: {out}}}
 """

@@ -3,8 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from ebft import EBFTConfig, EBFTTrainer
-from ebft.structured import RolloutGRPOConfig
+from ebft import EBFTConfig, EBFTTrainer, structured
 from tests.structured import oracle
 
 USER = lambda text: {"role": "user", "content": text}
@@ -34,7 +33,7 @@ def arguments(folder, config_class=EBFTConfig, **changes):
 def make(policy, tokenizer, folder, dataset=None, kind=EBFTTrainer, **changes):
     """A trainer of the class `kind`; `changes` are of its arguments, or what the trainer itself takes."""
     given = {name: changes.pop(name) for name in OF_TRAINERS & changes.keys()}
-    args = arguments(folder, EBFTConfig if issubclass(kind, EBFTTrainer) else RolloutGRPOConfig, **changes)
+    args = arguments(folder, EBFTConfig if issubclass(kind, EBFTTrainer) else structured.RolloutGRPOConfig, **changes)
     dataset = rows() if dataset is None else dataset
     return kind(policy, args=args, train_dataset=dataset, processing_class=tokenizer, **given)
 

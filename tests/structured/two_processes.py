@@ -14,15 +14,12 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ebft.errors import RolloutError
-from ebft.models.causal_lm import decoder_layers, unwrap_adapter
-from ebft.models.sharding import reshard
+from ebft import errors, structured
+from ebft.models import causal_lm, sharding
 from ebft.prefix.forward import take_programs
-from ebft.structured import RolloutGRPOConfig
+from ebft.structured.rollouts import adapters, turns
 from ebft.structured.rollouts import server as server_module
-from ebft.structured.rollouts.adapters import AdapterSync
 from ebft.structured.rollouts.server import ServerRollouts
-from ebft.structured.rollouts.turns import Sampling
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.rollouts.test_sampling_check import Server
 from tests.structured.short_run import GRPOTrainer, check_held_out, held_out
@@ -70,10 +67,10 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     client.close = lambda: None
     server_module.VLLMClient = lambda *args, **kwargs: client
     server_module.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
-    args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
+    args = structured.RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
     policy = {"model": model, "processing_class": TOKENIZER, "accelerator": Accelerator(cpu=True)}
     scorer, state = SimpleNamespace(scores_truncated=True), SimpleNamespace(global_step=3)
-    server = ServerRollouts(SimpleNamespace(args=args, scorer=scorer, state=state, **policy), Sampling(1.0))
+    server = ServerRollouts(SimpleNamespace(args=args, scorer=scorer, state=state, **policy), turns.Sampling(1.0))
     server.sync_weights()
     batch, outcomes = random_batch(rank), []
     right = logps_of(model, batch)
@@ -85,7 +82,7 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
         try:
             server.check_samples(given, version, 3, lambda count: logps_of(model, batch, count))
             outcomes.append(None)
-        except RolloutError as error:
+        except errors.RolloutError as error:
             outcomes.append(str(error))
     first, second = of_all(outcomes)
     assert first == second and first[0] is None, (first, second)
@@ -97,15 +94,15 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
 def a_sharded_adapter_is_sent_whole_and_can_be_exchanged(folder, rank):
     plain, model = (lora(chat_model(TOKENIZER)) for _ in range(2))
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for layer in decoder_layers(unwrap_adapter(model)):
+    for layer in causal_lm.decoder_layers(causal_lm.unwrap_adapter(model)):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # the hardest case: weights remain gathered
     fully_shard(model, mesh=mesh)
     take_programs(model)
     batch = random_batch(0)
-    sync = AdapterSync(Server(), model, Accelerator(cpu=True), str(folder / "sharded"))
+    sync = adapters.AdapterSync(Server(), model, Accelerator(cpu=True), str(folder / "sharded"))
     expected = []
     for step in range(2):
-        reshard(model)  # as a backward pass leaves the parameters to the optimizer
+        sharding.reshard(model)  # as a backward pass leaves the parameters to the optimizer
         change(model)
         change(plain)
         version = sync.publish(step)

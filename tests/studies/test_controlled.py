@@ -144,7 +144,7 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(measure, name, value)
     for module in (run, report):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
-    chosen = (
+    chosen = [
         "start",
         "sft",
         "sft decay",
@@ -154,7 +154,7 @@ def test_cells_of_every_method_run(monkeypatch, tmp_path, capsys):
         "ebft large_features",
         "structured",
         "rlvr",
-    )
+    ]
     made = [cells.Cell("coin", "small", *name.split(" ", 1)) for name in chosen]
     monkeypatch.setattr(run, "CELLS", made)
     monkeypatch.setattr(sys, "argv", ["run.py"])

@@ -137,10 +137,8 @@ def model():
 @pytest.mark.slow
 def test_the_study_runs_at_a_scale_of_minutes_and_goes_on_where_it_was(tmp_path):
     """SFT at the FLOPs of EBFT is long enough, a lost result is measured again on the model that is there."""
-    names = [
-        f"translation-base-{method}" for method in ("none", "sft-*", "ebft-mean-*", "sft_flops", "sdft", "structured")
-    ]
-    names = [f"{name}*" for name in (*names, "translation-warm-sft")]
+    of_base = ["none", "sft-", "ebft-mean-", "sft_flops", "sdft", "structured"]
+    names = [*(f"translation-base-{method}*" for method in of_base), "translation-warm-sft*"]
     command = [sys.executable, "studies/smollm2/run.py", "--scale", "tiny", "--output", str(tmp_path), "--only", *names]
     start = lambda: subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=900)
     first = start()

@@ -121,17 +121,16 @@ def paths(*names: str) -> Any:
     def expanded(value: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(value, str):
             return value
+        expanded, problem = os.path.expanduser(value), None
         if value != value.strip("\r\n"):
-            raise ValueError(
-                f"{info.field_name}: {value!r:.200} begins or ends with a line break, as blocks that start with > or | "
-                "do. Start the block with >- or |-, or write the value on one line."
-            )
-        if "://" in value and info.field_name != "path":
-            raise ValueError(f"{info.field_name}: {value!r:.200} is a URL. Set a path on this machine.")
+            problem = "begins or ends with a line break. Start its block with >- or |-, or write it on one line"
+        elif "://" in value and info.field_name != "path":
+            problem = "is a URL. Set a path on this machine"
+        elif expanded.startswith("~"):
+            problem = "is in an unknown home folder. Write the full path"
+        if problem is not None:
+            raise ValueError(f"{info.field_name}: {value!r:.200} {problem}.")
         warn_of_variables(info.field_name, value)
-        expanded = os.path.expanduser(value)
-        if expanded.startswith("~"):
-            raise ValueError(f"{info.field_name}: the home folder of {value!r} is unknown. Write the full path.")
         return expanded
 
     return field_validator(*names)(expanded)

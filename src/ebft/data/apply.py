@@ -15,21 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.keys.data import DataSettings
 from ebft.config.section import Section
 from ebft.config.user_functions import user_code
-from ebft.data.json_files import without_added_keys
-from ebft.data.row_counts import (
-    DROPPED,
-    LEFT_OUT,
-    NO_PROMPT,
-    TRUNCATED,
-    UNTHINKING,
-    Columns,
-    Dropped,
-    RowCounts,
-    check_unread,
-    take_left_out,
-)
-from ebft.data.sources import file_of
-from ebft.data.tables import map_rows
+from ebft.data import json_files, row_counts, sources, tables
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, EBFTError, doing, prefixed, shortened, told
@@ -72,7 +58,7 @@ def apply_transform(
     tokenizer: PreTrainedTokenizerBase,
     check: Check,
     features: Features,
-    counts: RowCounts,
+    counts: row_counts.RowCounts,
 ) -> Dataset:
     """The result of `check` for each row of the entry's transform, with `document`, the number of the raw row.
 
@@ -93,9 +79,9 @@ def apply_transform(
         "desc": f"Tokenising {entry.path}",
     }
     with doing(f"applying {step.name}, with map_kwargs {', '.join(map_kwargs)}"):
-        rows = map_rows(raw, function, name=step.name, **options, **map_kwargs)
+        rows = tables.map_rows(raw, function, name=step.name, **options, **map_kwargs)
     found, documents = np.asarray(rows[_NOTED], dtype=object), np.asarray(rows["document"])
-    for what in (LEFT_OUT, UNTHINKING):
+    for what in (row_counts.LEFT_OUT, row_counts.UNTHINKING):
         if (found == what).any():
             counts.add(what, np.unique(documents[found == what]).tolist())
     if not step.is_own and is_main_process():
@@ -105,9 +91,9 @@ def apply_transform(
             say(f"{entry.path}, {entry.split}: columns that are not read: {shortened(', '.join(unread))}", err=True)
     rows = rows.remove_columns([_NOTED, _READ])
     reasons = np.asarray(rows["reason"])
-    for reason in (*DROPPED, TRUNCATED):
+    for reason in (*row_counts.DROPPED, row_counts.TRUNCATED):
         counts.add(reason, documents[reasons == reason].tolist())
-    return rows.select(np.flatnonzero(~np.isin(reasons, DROPPED))).remove_columns("reason")
+    return rows.select(np.flatnonzero(~np.isin(reasons, row_counts.DROPPED))).remove_columns("reason")
 
 
 class _Step:
@@ -130,7 +116,7 @@ class _Step:
         self.packed = [field for field, kind in features.items() if kind == IDS and raw is not None]
         calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
         tools = getattr(entry, "field_tools", None)
-        self.clean = dict if raw is None else without_added_keys(raw.features, tools, calls)
+        self.clean = dict if raw is None else json_files.without_added_keys(raw.features, tools, calls)
         name = built_in(entry.type)
         self.is_own, self.system = name is None, None  # the column of a system message that must be read
         places_system = name is None or TRANSFORMS[name].format in ("text", "nemo_gym")
@@ -149,21 +135,21 @@ class _Step:
         return found
 
     def _of(self, example: dict[str, Any], index: int) -> list[dict[str, Any]]:
-        where = f"{self.name}, {file_of(example) or f'row {index}'}"
-        columns = Columns(self.clean(dict(example)))
+        where = f"{self.name}, {sources.file_of(example) or f'row {index}'}"
+        columns = row_counts.Columns(self.clean(dict(example)))
         with prefixed(where):
             try:
                 results = self._call(columns)
                 if not self.is_own:
-                    check_unread(columns, self.system)
+                    row_counts.check_unread(columns, self.system)
                 found = list(map(self._checked, results if isinstance(results, list) else [results]))
-            except Dropped as dropped:
+            except row_counts.Dropped as dropped:
                 found = [{**dict.fromkeys(self.fields), "reason": str(dropped)}]
             except EBFTError:
                 raise
             except Exception as error:  # some lose their notes on the way from another process
                 raise DataError(told(error)) from error
-        noted, read = take_left_out(), json.dumps(sorted(columns.read))
+        noted, read = row_counts.take_left_out(), json.dumps(sorted(columns.read))
         return [row | {"document": self.first_document + index, _NOTED: noted, _READ: read} for row in found]
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -184,21 +170,21 @@ class _Step:
         with doing(where), prefixed(where):
             result = self._call({name: [row[name] for row in given] for name in given[0]})
             rows = [dict(zip(result, values)) for values in zip(*result.values(), strict=True)]
-        noted = take_left_out()
+        noted = row_counts.take_left_out()
         # If the number of rows changed, the raw row of a result is unknown, and all count as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
         checked = []
         for number, (row, document) in enumerate(zip(rows, documents)):
             with doing(each := f"{where}, result {number}"), prefixed(each):
                 fields = self._checked(row)
-            notes = {_NOTED: take_left_out() or noted, _READ: "[]"}
+            notes = {_NOTED: row_counts.take_left_out() or noted, _READ: "[]"}
             checked.append(fields | notes | {"document": self.first_document + document})
         return checked
 
     def _checked(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
             checked = {"reason": "", **self.check(row)}
-        except Dropped as dropped:
+        except row_counts.Dropped as dropped:
             checked = {**dict.fromkeys(self.fields), "reason": str(dropped)}
         # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
         ids = {field: np.asarray(checked[field], dtype=np.int32) for field in self.packed if checked[field] is not None}
@@ -227,7 +213,7 @@ FEATURES = Features(
 
 
 def tokenise(
-    source: Source, config: DataSettings, tokenizer: PreTrainedTokenizerBase, counts: RowCounts | None = None
+    source: Source, config: DataSettings, tokenizer: PreTrainedTokenizerBase, counts: row_counts.RowCounts | None = None
 ) -> Dataset:
     """Rows of `input_ids`, `labels`, `prompt_length`, `turn_spans` and `document`, the number of the raw row.
 
@@ -235,7 +221,8 @@ def tokenise(
     the transform, the row and the field.
     """
     check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
-    return apply_transform(source, config, tokenizer, check, FEATURES, RowCounts() if counts is None else counts)
+    counts = row_counts.RowCounts() if counts is None else counts
+    return apply_transform(source, config, tokenizer, check, FEATURES, counts)
 
 
 def tokeniser(
@@ -267,13 +254,11 @@ def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, An
         )
     prompt_length = row.get("prompt_length", next((n for n, label in enumerate(labels) if label != IGNORE), 0))
     if prompt_length is None:
-        raise Dropped(NO_PROMPT)
+        raise row_counts.Dropped(row_counts.NO_PROMPT)
     spans = plain(row.get("turn_spans")) or []
     places = [0, *itertools.chain(*spans), length]
     if not 0 <= prompt_length <= length or places != sorted(places):
-        raise DataError(
-            f"prompt_length {prompt_length} and turn_spans {spans} must be in order and within {length} tokens"
-        )
+        raise DataError(f"prompt_length {prompt_length} and turn_spans {spans} must be in order within {length} tokens")
     return {"input_ids": ids[:length], "labels": labels[:length], "prompt_length": prompt_length, "turn_spans": spans}
 
 

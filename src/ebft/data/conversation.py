@@ -137,9 +137,7 @@ class Renderer:
         given = self.prompt_ids(prompt, template)
         if isinstance(prompt, str):
             if any(map(is_reply, remaining)):
-                raise DataError(
-                    "remaining_turns requires a prompt of messages, since the chat template joins the turns"
-                )
+                raise DataError("remaining_turns requires a prompt of messages, as the chat template joins the turns")
             text = reply["content"]
             ids = without_end(ids_after(self.tokenizer, prompt, text), self.template.end_ids)
             is_fast = self.tokenizer.is_fast

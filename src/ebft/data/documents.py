@@ -20,30 +20,27 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ebft.anchors import BlockOptions, count_row_blocks
+from ebft import anchors, errors, machine, printed
 from ebft.config.keys.data import DataSettings
 from ebft.data import row_counts
 from ebft.data.apply import FEATURES
 from ebft.data.rendering import ChatTemplate
 from ebft.data.tables import map_rows, rows_at_once
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError
-from ebft.machine import is_main_process
-from ebft.printed import say
 
 _TOKENS = ("input_ids", "labels")
 
 
-def block_options(config: DataSettings, ebft: Any, tokenizer: Any) -> BlockOptions:
+def block_options(config: DataSettings, ebft: Any, tokenizer: Any) -> anchors.BlockOptions:
     """The options `ebft` of blocks, with the tokens that end a text, and the length at which texts are cut."""
     are_cut = config.excess_length_strategy not in ("drop", "raise")
     ends = ChatTemplate(tokenizer, kwargs=config.required_rows.chat_template_kwargs).end_ids
-    return BlockOptions.of(ebft, ends, config.sequence_len if are_cut else None)
+    return anchors.BlockOptions.of(ebft, ends, config.sequence_len if are_cut else None)
 
 
-def has_block(row: dict[str, Any], options: BlockOptions) -> bool:
+def has_block(row: dict[str, Any], options: anchors.BlockOptions) -> bool:
     """Whether a turn of a row has an anchor."""
-    return count_row_blocks(row["input_ids"], row["prompt_length"], row["turn_spans"], options) > 0
+    return anchors.count_row_blocks(row["input_ids"], row["prompt_length"], row["turn_spans"], options) > 0
 
 
 def cut_and_drop(rows: Dataset, config: DataSettings, tokenizer: Any, counts: row_counts.RowCounts) -> Dataset:
@@ -239,10 +236,10 @@ _MASKS = ("completion_mask", "assistant_masks")  # of TRL
 def pack_and_report(rows: Any, length: int) -> PackedRows:
     """`pack_rows`, with a line on the terminal about the result."""
     packed = pack_rows(rows, length)
-    if is_main_process():
+    if machine.is_main_process():
         full = sum(packed.lengths) / (len(packed) * length)
         before, after = (f"{count:,} row{'s' * (count != 1)}" for count in (len(rows), len(packed)))
-        say(f"Packed {before} into {after} of up to {length} tokens ({full:.0%} full)", err=True)
+        printed.say(f"Packed {before} into {after} of up to {length} tokens ({full:.0%} full)", err=True)
     return packed
 
 
@@ -334,7 +331,7 @@ class DocumentCollator:
         for row, found in enumerate(zip(*columns.values())):
             if len(set(map(len, found))) > 1:
                 sizes = ", ".join(f"{len(values)} {name}" for name, values in zip(columns, found))
-                raise DataError(f"row {row} of a batch has {sizes}; they must have the same length")
+                raise errors.DataError(f"row {row} of a batch has {sizes}; they must have the same length")
         fill = {"input_ids": self.pad_token_id, "labels": IGNORE}
         batch = {name: _padded(values, fill.get(name, 0)) for name, values in columns.items()}
         if all(place is None for place in positions):

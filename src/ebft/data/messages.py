@@ -9,17 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ebft.config.section import ShapeKeys
-from ebft.data.row_counts import (
-    EMPTY_TURN,
-    NO_PROMPT,
-    SAME_ROLE,
-    Dropped,
-    first_present,
-    first_shape,
-    has_column,
-    optional_text,
-    value_of,
-)
+from ebft.data import row_counts
 from ebft.data.tokens import THINKING, join_thinking, split_thinking
 from ebft.errors import DataError, doing
 
@@ -104,9 +94,7 @@ def _call(call: Any, what: str, is_inner: bool = False) -> Any:
         while isinstance(inner, str):  # without a second encoding as JSON
             found, inner = inner, _unpacked(inner, f"the arguments in {what}")
         if not isinstance(inner, Mapping):
-            raise DataError(
-                f"the arguments in {what} must be a JSON object or the JSON text of one, got {given!r:.60}."
-            )
+            raise DataError(f"the arguments in {what} must be a JSON object or its JSON text, got {given!r:.60}.")
         call = {**call, "arguments": found}
     if is_inner or not isinstance(call.get("name"), str):
         return call
@@ -133,8 +121,7 @@ def message_text(message: Mapping[str, Any], number: int) -> Any:
     what = f"the content of message {number} ({role})"
     if not isinstance(content, list):
         raise DataError(
-            f"{what} must be text or a list of parts with text, got {type(content).__name__} ({content!r:.60}). Write "
-            "it as text."
+            f"{what} must be text or a list of parts with text, got {type(content).__name__} ({content!r:.60})."
         )
     return "".join(_part_text(part, what) for part in content)
 
@@ -146,8 +133,7 @@ def _part_text(part: Any, what: str) -> str:
     if is_text and isinstance(part.get("text"), str) and not any(part.get(key) for key in _MEDIA):
         return part["text"]
     raise DataError(
-        f"{what} has a part that is not text ({part!r:.60}), but models are trained on text only. Remove such parts, "
-        "or the row."
+        f"{what} has a part that is not text ({part!r:.60}), but models are trained on text only. Remove it or the row."
     )
 
 
@@ -203,13 +189,13 @@ def check_turns(messages: list[Message]) -> None:
     goes_on = lambda n: roles[n] == roles[n - 1] and roles[n] not in _RESULTS and not messages[n].get("tool_calls")
     reason = None
     if not asks or any(replied[n] and not is_greeting(n) for n in range(asks[0])):
-        reason = NO_PROMPT
+        reason = row_counts.NO_PROMPT
     elif any(role in ("user", "assistant") and not (said[n] or replied[n]) for n, role in enumerate(roles)):
-        reason = EMPTY_TURN
+        reason = row_counts.EMPTY_TURN
     elif any(map(goes_on, range(1, len(roles)))):
-        reason = SAME_ROLE
+        reason = row_counts.SAME_ROLE
     if reason:
-        raise Dropped(reason)
+        raise row_counts.Dropped(reason)
 
 
 def answers(messages: list[Message]) -> list[int]:
@@ -243,7 +229,7 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     """
     columns = [entry.field] if entry.field else ["messages", "conversations"]
     pairs = [] if entry.field else [("prompt", name) for name in ANSWERS]
-    found = first_shape(example, [*((name,) for name in columns), *pairs])
+    found = row_counts.first_shape(example, [*((name,) for name in columns), *pairs])
     if found in pairs:
         answer = found[1]
         prompt, text = _messages_in(example, "prompt", entry), example[answer]
@@ -253,7 +239,7 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
         asked = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
         messages = [*asked, *completion]
     else:
-        messages = _messages_in(example, first_present(example, columns, "messages", _FIX), entry)
+        messages = _messages_in(example, row_counts.first_present(example, columns, "messages", _FIX), entry)
     return with_system(messages, example, entry)
 
 
@@ -273,7 +259,7 @@ def chat_in_json(value: Any, role: str = "role") -> Any:
 
 
 def _messages_in(example: dict[str, Any], column: str, entry: Any) -> list[Message]:
-    return read_chat(value_of(example, column), f"column {column!r}", normaliser(entry))
+    return read_chat(row_counts.value_of(example, column), f"column {column!r}", normaliser(entry))
 
 
 def read_chat(value: Any, where: str, normal: Callable[[Any, int], Any]) -> list[Message]:
@@ -299,7 +285,8 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
         names = entry.message_property_mappings or {}
         if not names and "role" not in message and "from" in message:
             names = _SHAREGPT
-        given = {key: value_of(message, name) for key, name in names.items() if has_column(message, name)}
+        present = {key: name for key, name in names.items() if row_counts.has_column(message, name)}
+        given = {key: row_counts.value_of(message, name) for key, name in present.items()}
         message = {key: message[key] for key in message if key not in names.values() and key not in names} | given
         role = message.get("role")
         if role == _CALL and _CALL not in aliases:
@@ -343,8 +330,8 @@ def with_system(messages: list[Message], example: dict[str, Any], entry: Any) ->
     """The messages with the system message of the row or of the keys of the dataset; an empty chat stays empty."""
     given = "system" if entry.field_system is None else entry.field_system
     if entry.field_system is not None:
-        first_present(example, [given], "the system message", "Correct `field_system`.")
-    text = optional_text(example, given)
+        row_counts.first_present(example, [given], "the system message", "Correct `field_system`.")
+    text = row_counts.optional_text(example, given)
     if entry.drop_system_message:
         messages = [message for message in messages if message["role"] != "system"]
         text = "" if entry.field_system is None else text
@@ -388,7 +375,7 @@ def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) ->
 
 def _json_column(example: Mapping[str, Any], column: str, where: str) -> Any:
     """The value of a column, or of the JSON text in it; None if it is missing or an empty text."""
-    found = value_of(example, column) if has_column(example, column) else None
+    found = row_counts.value_of(example, column) if row_counts.has_column(example, column) else None
     return None if isinstance(found, str) and not found.strip() else _unpacked(found, where)
 
 

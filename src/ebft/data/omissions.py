@@ -13,10 +13,8 @@ from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
+from ebft.data import rendering, row_counts, tokens
 from ebft.data.messages import Message
-from ebft.data.rendering import ChatTemplate
-from ebft.data.row_counts import LEFT_OUT, UNTHINKING, note_left_out
-from ebft.data.tokens import TAGS, THINKING, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -46,7 +44,7 @@ class Omissions:
         self._roles: dict[str, bool] = {}  # whether a template renders the role developer
 
     def check(
-        self, messages: list[Message], render: ChatTemplate, trained: Collection[int], text: str | None = None
+        self, messages: list[Message], render: rendering.ChatTemplate, trained: Collection[int], text: str | None = None
     ) -> None:
         """Check a conversation whose turns `trained` are trained on or compared; `text` is its rendering.
 
@@ -55,7 +53,7 @@ class Omissions:
         text = render(messages) if text is None else text
         if render.tools and not self._checked_tools:
             self._checked_tools = True
-            without = ChatTemplate(render.tokenizer, render.name, render.kwargs, None, render.closed)
+            without = rendering.ChatTemplate(render.tokenizer, render.name, render.kwargs, None, render.closed)
             if without(messages) == text:
                 self._warn("ignores the descriptions of tools of the rows. Use a chat_template that renders tools.")
         if _shows_all(text, messages):
@@ -64,7 +62,7 @@ class Omissions:
             if not _depends_on(messages, index, part, render):
                 self._left_out(messages, index, part, render, index in trained)
 
-    def with_known_roles(self, messages: list[Message], render: ChatTemplate) -> list[Message]:
+    def with_known_roles(self, messages: list[Message], render: rendering.ChatTemplate) -> list[Message]:
         """The messages with `developer` as `system`, if the template does not render it."""
         if all(message["role"] != "developer" for message in messages):
             return messages
@@ -85,8 +83,7 @@ class Omissions:
         """Warn once if a reply that is trained on is rendered without an end."""
         if message["role"] == "assistant" and not message.get("tool_calls") and not end.strip():
             self._warn(
-                "writes nothing after a reply, so the model does not learn where to stop. Use a chat_template that "
-                "ends turns."
+                "writes nothing after a reply, so the model does not learn to stop. Use a template that ends turns."
             )
 
     def _warn(self, problem: str, example: str = "") -> None:
@@ -96,13 +93,13 @@ class Omissions:
             warnings.warn(f"chat template {self.template} {problem.format(example)}", stacklevel=3)
 
     def _left_out(
-        self, messages: list[Message], index: int, part: Text, render: ChatTemplate, is_trained: bool
+        self, messages: list[Message], index: int, part: Text, render: rendering.ChatTemplate, is_trained: bool
     ) -> None:
         message = messages[index]
         if part.what == "thinking":
             is_last = index == len(messages) - 1
             if not is_trained or (not is_last and _depends_on(messages[: index + 1], index, part, render)):
-                note_left_out(UNTHINKING if is_trained else LEFT_OUT)
+                row_counts.note_left_out(row_counts.UNTHINKING if is_trained else row_counts.LEFT_OUT)
                 return
         if part.what == "content" and message.get("tool_calls"):
             self._warn(
@@ -124,7 +121,7 @@ class Omissions:
 
 def texts_of(message: Message) -> Iterator[Text]:
     """The texts of a message that a template has to render."""
-    for key in THINKING:
+    for key in tokens.THINKING:
         if isinstance(message.get(key), str) and message[key].strip():
             yield Text("thinking", key, message[key].strip(), partial(_put, [key], str))
     content = message.get("content")
@@ -152,9 +149,9 @@ def texts_of(message: Message) -> Iterator[Text]:
 def _spans(content: str, is_reply: bool) -> list[tuple[str, int, int]]:
     """The ranges of the content, which are alternately text and thinking without tags; both can be empty."""
     done, found = 0, []
-    for start, end in thinking_spans(content) if is_reply else ():
-        opening = next((tag for tag, _ in TAGS if content.startswith(tag, start)), "")
-        thought = split_thinking(content[start:end])[0]
+    for start, end in tokens.thinking_spans(content) if is_reply else ():
+        opening = next((tag for tag, _ in tokens.TAGS if content.startswith(tag, start)), "")
+        thought = tokens.split_thinking(content[start:end])[0]
         first = content.find(thought, start + len(opening))
         found += [("content", *_stripped(content, done, start)), ("thinking", first, first + len(thought))]
         done = end
@@ -191,7 +188,7 @@ def _shows_all(rendered: str, messages: list[Message]) -> bool:
     return True
 
 
-def _unmarked(messages: list[Message], render: ChatTemplate) -> list[tuple[int, Text]]:
+def _unmarked(messages: list[Message], render: rendering.ChatTemplate) -> list[tuple[int, Text]]:
     """The texts whose marks are not in the rendering with marks; all texts if the template refuses the marks."""
     found, marked = [], []
     for index, message in enumerate(messages):
@@ -208,7 +205,7 @@ def _unmarked(messages: list[Message], render: ChatTemplate) -> list[tuple[int, 
     return [(index, part) for index, part, mark in found if mark not in text]
 
 
-def _depends_on(messages: list[Message], index: int, part: Text, render: ChatTemplate) -> bool:
+def _depends_on(messages: list[Message], index: int, part: Text, render: rendering.ChatTemplate) -> bool:
     """Whether the rendering depends on a text, which is so if the template refuses a mark."""
     chats = ([*messages[:index], part.replaced(messages[index], mark), *messages[index + 1 :]] for mark in _MARKS)
     try:

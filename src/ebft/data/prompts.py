@@ -9,14 +9,9 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
+from ebft.data import apply, json_files, load, omissions, row_counts, tables
 from ebft.data import messages as chats
-from ebft.data.apply import WITH_REASON, apply_transform, check_fields
 from ebft.data.conversation import Renderer, is_reply
-from ebft.data.json_files import Types, stored
-from ebft.data.load import LoadedRows, LoadEntry, load_sections
-from ebft.data.omissions import Omissions
-from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
-from ebft.data.tables import map_rows
 from ebft.data.transforms import wanted_rows
 from ebft.errors import DataError
 
@@ -24,7 +19,7 @@ _BATCH = 1000  # rows unpacked at once
 _ABSENT: dict[str, list] = {"remaining_turns": []}  # values of rows without a field, where they are not None
 
 
-def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
+def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> load.LoadedRows:
     """The training rows and the evaluation rows (None if the config holds no data out).
 
     Columns: `prompt` (text in all rows, or messages in all rows), `ground_truth` (text; None if `rl: grpo` has none),
@@ -34,13 +29,13 @@ def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
     count for each reason. `val_set_size` holds out whole documents, so the turns of one chat stay together. Raises
     DataError if a source cannot be read, sources are incompatible, or no usable rows are left.
     """
-    packed = load_sections(config, prompt_rows(config, tokenizer))
+    packed = load.load_sections(config, prompt_rows(config, tokenizer))
     return packed.map(partial(_unpacked, columns=_columns(packed.train, packed.evaluation)))
 
 
-def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
+def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> load.LoadEntry:
     """Return a function that loads packed rows of prompts from a source."""
-    return lambda source, counts: apply_transform(
+    return lambda source, counts: apply.apply_transform(
         source, config, tokenizer, PromptRow(config, tokenizer, source.entry.chat_template_kwargs), FEATURES, counts
     )
 
@@ -60,7 +55,7 @@ def _columns(*datasets: Dataset | None) -> list[str]:
 
 def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
     """The rows with one column per field, of a type that can represent all of its values; nested ones are JSON."""
-    types = Types(columns)
+    types = json_files.Types(columns)
     for batch in rows.iter(batch_size=_BATCH):
         for row in map(json.loads, batch["row"]):
             types.add(row)
@@ -74,9 +69,9 @@ def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
     def unpack(batch: dict[str, list]) -> dict[str, list]:
         found = [json.loads(row) for row in batch["row"]]
         values = {name: [row.get(name, _ABSENT.get(name)) for row in found] for name in features}
-        return {name: stored(values[name], kind) for name, kind in features.items()}
+        return {name: json_files.stored(values[name], kind) for name, kind in features.items()}
 
-    return map_rows(
+    return tables.map_rows(
         rows,
         unpack,
         batched=True,
@@ -89,7 +84,7 @@ def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
 
 # A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
 # the reason for dropping it (empty if kept).
-FEATURES = Features({"row": Value("string"), "columns": Value("string"), **WITH_REASON})
+FEATURES = Features({"row": Value("string"), "columns": Value("string"), **apply.WITH_REASON})
 # Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
 RESERVED = (
     *("completion", "completion_ids", "completions", "prompts", "trainer_state", "log_extra", "log_metric"),
@@ -108,14 +103,14 @@ class PromptRow:
     ) -> None:
         required = config.required_rows
         self.renderer = Renderer(tokenizer, required.chat_template_kwargs, template=config.chat_template)
-        self.omissions = Omissions(self.renderer.template.name)
+        self.omissions = omissions.Omissions(self.renderer.template.name)
         self.of_entry = chat_template_kwargs
         self.sequence_len = config.sequence_len
         self.needs_reference = required.needs_reference
         self.hint = wanted_rows(required)
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
-        check_fields(row, ("prompt", "ground_truth") if self.needs_reference else ("prompt",), self.hint)
+        apply.check_fields(row, ("prompt", "ground_truth") if self.needs_reference else ("prompt",), self.hint)
         if taken := [name for name in RESERVED if name in row]:
             raise DataError(
                 f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
@@ -164,14 +159,15 @@ class PromptRow:
     def _reason(self, fields: dict[str, Any]) -> str:
         prompt, reference = fields["prompt"], fields["ground_truth"]
         if not (prompt.strip() if isinstance(prompt, str) else any(map(chats.says_something, prompt))):
-            return NO_PROMPT
+            return row_counts.NO_PROMPT
         if not self.needs_reference:
             talk = self.renderer.of_row(fields, compares=False)
-            return "" if len(talk.prompt_ids) < self.sequence_len else PROMPT_TOO_LONG
+            return "" if len(talk.prompt_ids) < self.sequence_len else row_counts.PROMPT_TOO_LONG
         if reference is None or not reference.strip():
-            return NO_REFERENCE
+            return row_counts.NO_REFERENCE
         talk = self.renderer.of_row(fields)
         if not talk.turns[0].reference_ids:
-            return NO_REFERENCE  # it consisted of an end-of-turn token only
+            return row_counts.NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
-        return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
+        fits = len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len
+        return "" if fits else row_counts.REFERENCE_TOO_LONG

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset, DatasetBuilder, get_dataset_default_config_name, load_dataset_builder
 
+from ebft import errors, machine, printed
 from ebft.data.file_formats import files_below, kind_of, read_files, refuse_pointers
 from ebft.data.tables import reading
-from ebft.errors import DataError, doing, shortened
-from ebft.machine import is_main_process
-from ebft.printed import say
 
 logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # that a card has no header
 _CARD = "README.md"
@@ -51,7 +49,7 @@ class Repository(NamedTuple):
     def of_split(self, split: str) -> list[tuple[Path, str]]:
         """The files of a split with their format. Raises DataError that names the splits if there is no such split."""
         if split not in self.files:
-            raise DataError(
+            raise errors.DataError(
                 f"{self.source}: no split {split!r} in the configuration {self.builder.config.name}. Available splits: "
                 f"{', '.join(self.files)}."
             )
@@ -88,20 +86,20 @@ def repository_of(folder: Path, entry: Any) -> Repository | None:
     if entry.data_files or not folder.is_dir() or not is_repository(folder):
         return None
     place = str(folder.resolve())
-    with doing(f"reading the dataset repository {entry.path}, with name: {entry.name}"):
+    with errors.doing(f"reading the dataset repository {entry.path}, with name: {entry.name}"):
         name = entry.name or get_dataset_default_config_name(place)
         builder = load_dataset_builder(place, name)
     kind = type(builder.config).__module__.rpartition(".")[2]
     if entry.ds_type not in (None, kind):
-        raise DataError(f"{entry.path}: ds_type: {entry.ds_type}, but this dataset repository has {kind} files.")
+        raise errors.DataError(f"{entry.path}: ds_type: {entry.ds_type}, but this dataset repository has {kind} files.")
     files = {str(split): [Path(path) for path in paths] for split, paths in builder.config.data_files.items()}
     refuse_pointers([path for paths in files.values() for path in paths], entry.path)
     read = {path for paths in files.values() for path in paths}
     left = ", ".join(str(path.relative_to(folder)) for path in files_below(folder) if path.resolve() not in read)
     line = f"{entry.path}: dataset repository, configuration {name}, splits {', '.join(files)}; not read: "
-    if is_main_process() and line not in _said:
+    if machine.is_main_process() and line not in _said:
         _said.add(line)
-        say(line + shortened(left), err=True)
+        printed.say(line + errors.shortened(left), err=True)
     return Repository(entry.path, builder, kind, files)
 
 

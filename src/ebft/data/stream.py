@@ -23,12 +23,8 @@ from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import StreamSettings
+from ebft.data import apply, file_formats, json_files, load, repositories
 from ebft.data import sources as raw
-from ebft.data.apply import tokeniser
-from ebft.data.file_formats import reader_arguments, text_rows
-from ebft.data.json_files import json_batches, json_rows
-from ebft.data.load import LoadedRows, load_section_of_tokens
-from ebft.data.repositories import repository_of
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, doing
 
@@ -174,7 +170,7 @@ def open_source(entry: Any) -> IterableDataset:
         return raw.load_hub(entry, streaming=True)
     if raw.saved_to_disk(path) and not raw.names_a_format(entry):
         return _one(raw.saved_parts(path), entry).to_iterable_dataset()
-    found = repository_of(path, entry)
+    found = repositories.repository_of(path, entry)
     files = _one(raw.local_files(path, entry), entry) if found is None else found.of_split(entry.split)
     if found is not None and found.is_read_by_library:
         return found.builder.as_streaming_dataset(split=entry.split)
@@ -186,13 +182,13 @@ def open_source(entry: Any) -> IterableDataset:
         )
     paths = [path for path, _ in files]
     if kinds == ["text"]:  # with its line ends, as without a stream
-        return IterableDataset.from_generator(text_rows, gen_kwargs={"paths": paths})
+        return IterableDataset.from_generator(file_formats.text_rows, gen_kwargs={"paths": paths})
     if kinds == ["json"]:
         for path in paths:
-            next(json_rows(path))  # raises for a file that does not begin with a row
-        return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
+            next(json_files.json_rows(path))  # raises for a file that does not begin with a row
+        return IterableDataset.from_generator(json_files.json_batches, gen_kwargs={"paths": list(map(str, paths))})
     with doing(f"reading {entry.path}"):
-        return load_dataset(kinds[0], split="train", streaming=True, **reader_arguments(kinds[0], paths))
+        return load_dataset(kinds[0], split="train", streaming=True, **file_formats.reader_arguments(kinds[0], paths))
 
 
 def _one(parts: dict[str, Any], entry: Any) -> Any:
@@ -294,18 +290,18 @@ class StreamRows(torch.utils.data.IterableDataset):
 _SOURCE = ("name", "split", "revision", "field", "skip", "ds_type", "weight")
 
 
-def load_stream(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
+def load_stream(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> load.LoadedRows:
     """The stream of `datasets`, and the rows of `test_datasets`, if any."""
     stream = stream_rows(config, tokenizer)
     if not config.test_datasets:
-        return LoadedRows(stream, None, [])
-    evaluation, found = load_section_of_tokens(config, tokenizer, "test_datasets")
-    return LoadedRows(stream, evaluation, [found])
+        return load.LoadedRows(stream, None, [])
+    evaluation, found = load.load_section_of_tokens(config, tokenizer, "test_datasets")
+    return load.LoadedRows(stream, evaluation, [found])
 
 
 def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> StreamRows:
     """The stream of `datasets`; the first row of each source is read, so that errors come before a model is loaded."""
-    functions = [tokeniser(entry, config, tokenizer) for entry in config.datasets]
+    functions = [apply.tokeniser(entry, config, tokenizer) for entry in config.datasets]
     for number, source in enumerate(_sources(config.datasets)):
         _tokens(functions, Document(number, *source.next_row()))
     seed = config.seed if config.data_seed is None else config.data_seed

@@ -176,10 +176,7 @@ def outcome_of(
         notes.append("± is one standard error.")
     if held_out and not can_tell:
         if any(change.error is None for change in held_out):
-            notes.append(
-                "The standard error is unknown with fewer than four evaluations, or if they have only two different "
-                "values."
-            )
+            notes.append("The standard error is unknown with fewer than four evaluations, or two different values.")
         notes += [advice, *compare]
     return Outcome(_conclusion(training, held_out), training, held_out, steps, notes, unresolved)
 

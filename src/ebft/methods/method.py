@@ -132,10 +132,7 @@ class Method(ABC):
             if getattr(config, key):
                 yield f"{key} is not supported with {self.name}: {reason}. Remove it."
         if config.budget.flops is not None and config.torch_compile:
-            yield (
-                "budget.flops is not supported with torch_compile: FLOPs of compiled models cannot be counted. "
-                "Remove one."
-            )
+            yield "budget.flops is not supported with torch_compile, whose FLOPs cannot be counted. Remove one."
 
     def resolve(self, config: MethodConfig) -> None:
         """Warn once about each key without effect, and replace settings that other settings override."""

@@ -94,10 +94,7 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
     for entry in config.datasets:
         of_file = slices.get(path_in(".", entry.path), entry.split)
         if entry.split not in ("train", of_file):
-            yield (
-                f"datasets.split: {entry.split} of {entry.path} contradicts its max_samples in nemo_gym_datasets. "
-                "Remove one."
-            )
+            yield f"datasets.split: {entry.split} of {entry.path} contradicts its max_samples in nemo_gym_datasets."
     wanted = _reward(config)
     other = VERIFY if config.nemo_gym_multi_turn else ENVIRONMENT
     if other in [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs or []]:

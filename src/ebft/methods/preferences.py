@@ -24,22 +24,17 @@ if TYPE_CHECKING:
 class BetaKeys(Section):
     """The key of all preference methods."""
 
-    rl_beta: float | None = Field(
-        None,
-        gt=0,
-        description="Preference methods: strength of the reference model in the loss (tau of IPO), or the factor of "
-        "the log-probabilities with simpo, whose paper uses 2 to 10. If unset, TRL's default, 0.1.",
-    )
+    rl_beta: float | None = Field(None, gt=0)
+    """Preference methods: strength of the reference model in the loss (tau of IPO), or the factor of the
+    log-probabilities with simpo, whose paper uses 2 to 10. If unset, TRL's default, 0.1."""
 
 
 class ReferenceKeys(BetaKeys):
     """Keys of the methods with a reference model."""
 
-    precompute_ref_log_probs: bool = Field(
-        False,
-        description="dpo, ipo, kto: compute the log-probabilities of the reference model before training, which "
-        "saves the memory of the reference model.",
-    )
+    precompute_ref_log_probs: bool = False
+    """dpo, ipo, kto: compute the log-probabilities of the reference model before training, which saves the memory of
+    the reference model."""
 
 
 # Columns of a mapping that only one kind of rows has.
@@ -151,22 +146,14 @@ _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 class DPOKeys(ReferenceKeys):
     """Keys of `rl: dpo`."""
 
-    dpo_loss_type: Loss | Annotated[list[Loss], Field(min_length=1)] | None = Field(
-        None, description="Loss of TRL's DPOTrainer, or a list of losses that are added. If unset, sigmoid."
-    )
-    dpo_loss_weights: list[float] | None = Field(
-        None, description="Weight of each loss of dpo_loss_type, if it is a list. If unset, 1 for each."
-    )
-    dpo_label_smoothing: float | None = Field(
-        None,
-        ge=0,
-        lt=0.5,
-        description="Probability that a label is wrong, for dpo_loss_type: robust, exo_pair, aot and aot_unpaired. If "
-        "unset, 0.",
-    )
-    dpo_use_weighting: bool = Field(
-        False, description="Weight pairs by the probability that the policy gives them (WPO)."
-    )
+    dpo_loss_type: Loss | Annotated[list[Loss], Field(min_length=1)] | None = None
+    """Loss of TRL's DPOTrainer, or a list of losses that are added. If unset, sigmoid."""
+    dpo_loss_weights: list[float] | None = None
+    """Weight of each loss of dpo_loss_type, if it is a list. If unset, 1 for each."""
+    dpo_label_smoothing: float | None = Field(None, ge=0, lt=0.5)
+    """Probability that a label is wrong, for dpo_loss_type: robust, exo_pair, aot and aot_unpaired. If unset, 0."""
+    dpo_use_weighting: bool = False
+    """Weight pairs by the probability that the policy gives them (WPO)."""
 
 
 class DPO(PreferenceMethod):
@@ -223,12 +210,10 @@ class IPO(DPO):
 class KTOKeys(ReferenceKeys):
     """Keys of `rl: kto`."""
 
-    kto_desirable_weight: float | None = Field(
-        None, ge=0, description="Weight of the losses of desirable completions. If unset, 1."
-    )
-    kto_undesirable_weight: float | None = Field(
-        None, ge=0, description="Weight of the losses of undesirable completions. If unset, 1."
-    )
+    kto_desirable_weight: float | None = Field(None, ge=0)
+    """Weight of the losses of desirable completions. If unset, 1."""
+    kto_undesirable_weight: float | None = Field(None, ge=0)
+    """Weight of the losses of undesirable completions. If unset, 1."""
 
 
 class KTO(PreferenceMethod):
@@ -259,9 +244,8 @@ class KTO(PreferenceMethod):
 class ORPOKeys(BetaKeys):
     """Keys of `rl: orpo`."""
 
-    orpo_alpha: float | None = Field(
-        None, gt=0, description="orpo: weight of the odds-ratio loss; another name of rl_beta with this method."
-    )
+    orpo_alpha: float | None = Field(None, gt=0)
+    """orpo: weight of the odds-ratio loss; another name of rl_beta with this method."""
 
 
 class ORPO(PreferenceMethod):
@@ -288,9 +272,8 @@ class ORPO(PreferenceMethod):
 class SimPOKeys(BetaKeys):
     """Keys of `rl: simpo`."""
 
-    simpo_gamma: float | None = Field(
-        None, ge=0, description="simpo: target margin between chosen and rejected. If unset, TRL's default, 0.5."
-    )
+    simpo_gamma: float | None = Field(None, ge=0)
+    """simpo: target margin between chosen and rejected. If unset, TRL's default, 0.5."""
     cpo_alpha: float = Field(0.0, ge=0, description="simpo: weight of the cross-entropy on chosen completions.")
 
 

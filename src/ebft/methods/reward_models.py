@@ -60,11 +60,9 @@ class Classifier(Method):
 class RewardModelKeys(HeadKeys):
     """The keys of `reward_model: true`."""
 
-    center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="reward_model: weight of the mean squared sum of the two scores of a pair, which centres the "
-        "scores at 0. If unset, 0.",
-    )
+    center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = None
+    """reward_model: weight of the mean squared sum of the two scores of a pair, which centres the scores at 0. If
+    unset, 0."""
 
 
 class RewardModel(Classifier):

@@ -29,27 +29,19 @@ PROMPT, CONTEXT = "prompt", "privileged_context"
 class Distillation(Section):
     """The section `sdft:`, arguments of TRL's SDFTConfig."""
 
-    teacher_model_kind: Literal["base", "live"] = Field(
-        "base", description="The teacher: base, the model before training; live, the model that is trained."
-    )
-    teacher_prompt_template: str = Field(
-        f"{{{PROMPT}}}\n\n{{{CONTEXT}}}",
-        description="The teacher's prompt, with {prompt}, of messages the last one, and {privileged_context}, the "
-        "reference. {prompt} can be there twice, as in a solved example before the prompt of a base model.",
-    )
-    distillation_mode: Literal["topk_logits", "full_logits", "sampled_token"] = Field(
-        "topk_logits",
-        description="Tokens that distributions are compared at: the most likely, all, or the sampled one.",
-    )
-    distillation_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5, description="Divergence: 0 for KL(teacher, student), 1 for KL(student, teacher), between for mixtures."
-    )
-    distillation_topk: Annotated[int, Field(ge=1)] = Field(
-        100, description="Number of tokens of topk_logits; the probability of the others is left out."
-    )
-    num_loss_tokens_to_skip: Annotated[int, Field(ge=0)] = Field(
-        0, description="Number of tokens at the start of a completion that are not trained on."
-    )
+    teacher_model_kind: Literal["base", "live"] = "base"
+    """The teacher: base, the model before training; live, the model that is trained."""
+    teacher_prompt_template: str = f"{{{PROMPT}}}\n\n{{{CONTEXT}}}"
+    """The teacher's prompt, with {prompt}, of messages the last one, and {privileged_context}, the reference. {prompt}
+    can be there twice, as in a solved example before the prompt of a base model."""
+    distillation_mode: Literal["topk_logits", "full_logits", "sampled_token"] = "topk_logits"
+    """Tokens that distributions are compared at: the most likely, all, or the sampled one."""
+    distillation_alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Divergence: 0 for KL(teacher, student), 1 for KL(student, teacher), between for mixtures."""
+    distillation_topk: Annotated[int, Field(ge=1)] = 100
+    """Number of tokens of topk_logits; the probability of the others is left out."""
+    num_loss_tokens_to_skip: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens at the start of a completion that are not trained on."""
 
 
 class SDFTKeys(Section):
@@ -117,10 +109,7 @@ class SDFT(Method):
         size, steps, group = config.micro_batch_size, config.gradient_accumulation_steps, config.trl.num_generations
         yield from rules.groups(size, steps, group, rules.in_config, "gradient_accumulation_steps")
         if config.eval_batch_size is not None and config.eval_batch_size % group:
-            yield (
-                f"eval_batch_size: {config.eval_batch_size} is not a multiple of trl.num_generations: {group}. Change "
-                "one."
-            )
+            yield f"eval_batch_size: {config.eval_batch_size} is not a multiple of trl.num_generations: {group}."
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         if machine.processes > 1:
@@ -142,16 +131,13 @@ class SDFT(Method):
         """Raise DataError for rows that TRL would train on in another way than the other methods, or not at all."""
         for part, data in (("training", rows.train), ("held-out", rows.evaluation or [])):
             for number, row in enumerate(data):
+                problem, prompt = None, row["prompt"]
                 if row.get("remaining_turns"):
-                    raise DataError(
-                        f"{part} row {number} has several turns, but {self.name} would train on the first alone. Use a "
-                        "transform that returns one reply."
-                    )
-                if not isinstance(row["prompt"], str) and row["prompt"][-1]["role"] != "user":
-                    raise DataError(
-                        f"{part} row {number}: the prompt ends with a message of {row['prompt'][-1]['role']!r}, but "
-                        f"the teacher of {self.name} reads the reference after one of the user."
-                    )
+                    problem = "has several turns, but only the first would be trained on. Use a transform of one reply"
+                elif not isinstance(prompt, str) and prompt[-1]["role"] != "user":
+                    problem = f"has a prompt that ends with {prompt[-1]['role']!r}; the teacher's must end with 'user'"
+                if problem is not None:
+                    raise DataError(f"{part} row {number} {problem} ({self.name}).")
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.distillation import teacher_prompt

@@ -26,28 +26,22 @@ if TYPE_CHECKING:
 class SFTKeys(Section):
     """Keys of SFT."""
 
-    chunked_cross_entropy: bool | None = Field(
-        None,
-        description="Compute the cross-entropy of SFT from hidden states, in chunks of tokens with labels, so that the "
-        "logits of all tokens are never in memory; values and gradients are the same. If unset, true, except with "
-        "torch_compile, DeepSpeed ZeRO-3, and models whose loss has other terms, such as the loss of a router.",
-    )
-    liger_rope: bool = Field(
-        False, description="Use Liger's kernel for rotary embeddings (SFT; GPU, with the package liger-kernel)."
-    )
+    chunked_cross_entropy: bool | None = None
+    """Compute the cross-entropy of SFT from hidden states, in chunks of tokens with labels, so that the logits of all
+    tokens are never in memory; values and gradients are the same. If unset, true, except with torch_compile, DeepSpeed
+    ZeRO-3, and models whose loss has other terms, such as the loss of a router."""
+    liger_rope: bool = False
+    """Use Liger's kernel for rotary embeddings (SFT; GPU, with the package liger-kernel)."""
     liger_rms_norm: bool = Field(False, description="Use Liger's kernel for RMSNorm, see liger_rope.")
     liger_glu_activation: bool = Field(False, description="Use Liger's kernel for gated layers, see liger_rope.")
     liger_layer_norm: bool = Field(False, description="Use Liger's kernel for LayerNorm, see liger_rope.")
 
-    eval_sample_packing: bool | None = Field(
-        None, description="SFT: also pack held-out documents, with the same metrics. If unset, sample_packing."
-    )
-    batch_flattening: bool | Literal["auto"] = Field(
-        False,
-        description="SFT: join the rows of each batch into one row without padding, in which documents do not attend "
-        "to each other. auto: only with flash attention. Other implementations compute the attention of all tokens of "
-        "the batch with a mask, so they are faster only if documents are short.",
-    )
+    eval_sample_packing: bool | None = None
+    """SFT: also pack held-out documents, with the same metrics. If unset, sample_packing."""
+    batch_flattening: bool | Literal["auto"] = False
+    """SFT: join the rows of each batch into one row without padding, in which documents do not attend to each other.
+    auto: only with flash attention. Other implementations compute the attention of all tokens of the batch with a mask,
+    so they are faster only if documents are short."""
 
 
 class SFT(Method):

@@ -275,9 +275,7 @@ class PromptView(View):
             if number > 1:
                 given = tokens[start : start + len(turn.lead_ids)]
                 roles = self.roles.of_gap(turn.lead_ids)
-                parts.append(
-                    RowPart(f"given before turn {number}", given, [("tokens", f"{len(given):,}")], roles=roles)
-                )
+                parts.append(RowPart(f"before turn {number}", given, [("tokens", f"{len(given):,}")], roles=roles))
                 start += len(given)
             stop = len(tokens) if number == last else start + len(turn.reference_ids)
             title = "reference" if last == 1 else f"reference of turn {number}"

@@ -130,8 +130,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
         path = adapter_file(folder)
         stored = check_tensors(path)
         _fit_to_adapter(model, path, stored, tokens)
-    with doing(f"loading the adapter {name}"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with doing(f"loading the adapter {name}"), warnings.catch_warnings(record=True, action="always") as caught:
         warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
         loaded = PeftModel.from_pretrained(model, name, **options)
     for warning in caught:
@@ -219,8 +218,7 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     rows = _rows(unwrap_adapter(model))
     if rows == size:
         return
-    with warnings.catch_warnings():  # which are repeated when the adapter is saved
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # which are repeated when the adapter is saved
         present, missing = saved_layers(unwrap_adapter(model), peft.get_peft_model_state_dict(model))
     what = f"the embeddings were resized from {size} to {rows} rows for the tokenizer"
     if present and not missing:

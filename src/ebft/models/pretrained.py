@@ -21,20 +21,7 @@ from peft import PeftType, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.catalog import (
-    FALLBACK,
-    KEEP,
-    TEMPLATES,
-    base_name,
-    has_own,
-    is_gguf,
-    is_jinja,
-    lasting_name,
-    locate,
-    named_template,
-    refuse_pointers,
-    unknown_template,
-)
+from ebft import catalog
 from ebft.data.rendering import rendered_examples, split_by_template, warn_of_split_markers
 from ebft.errors import ModelError, doing, shortened, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
@@ -50,17 +37,17 @@ GENERATION_CONFIG = "generation_config.json"
 def find_model(name: str, key: str) -> str:
     """Absolute path or Hub id of the model `name`, the value of `key`."""
     with doing(f"looking for {key}: {shortened(name)}"):
-        locate(name, "model", key)
-    found = lasting_name(name)
-    refuse_pointers(Path(found))
+        catalog.locate(name, "model", key)
+    found = catalog.lasting_name(name)
+    catalog.refuse_pointers(Path(found))
     return found
 
 
 def pretrained_config(name: str, **options: Any) -> Any:
     """The transformers configuration of the model `name`, or of its text model if it is multimodal. `options` are
     passed to `from_pretrained`."""
-    name = lasting_name(name)
-    if is_gguf(name):
+    name = catalog.lasting_name(name)
+    if catalog.is_gguf(name):
         return load_gguf_config(name)
     return text_model_config(transformers.AutoConfig.from_pretrained(name, **options))
 
@@ -87,8 +74,8 @@ def pretrained_model(
 ) -> PreTrainedModel:
     """The model `name` with a head, which its weights may lack; `options` are passed to `from_pretrained`. Raises
     ModelError for incomplete or damaged weights."""
-    name = lasting_name(name)
-    if is_gguf(name):
+    name = catalog.lasting_name(name)
+    if catalog.is_gguf(name):
         return load_gguf_model(name, **options)
     if "config" not in options:
         known = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
@@ -98,8 +85,8 @@ def pretrained_model(
 
 def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of the model `name`; `options` are passed to `from_pretrained`."""
-    name = lasting_name(name)
-    if is_gguf(name):
+    name = catalog.lasting_name(name)
+    if catalog.is_gguf(name):
         return load_gguf_tokenizer(name)
     return transformers.AutoTokenizer.from_pretrained(name, **options)
 
@@ -188,7 +175,7 @@ def check_adapter(model: nn.Module) -> None:
 def find_base_model(config: ModelSettings) -> str:
     """The base model's absolute path or Hub id. Raises ModelError if it is not found."""
     if config.gguf_file is not None:
-        return find_model(base_name(config.base_model, config.gguf_file), "gguf_file")
+        return find_model(catalog.base_name(config.base_model, config.gguf_file), "gguf_file")
     return find_model(config.base_model, "base_model")
 
 
@@ -275,25 +262,26 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
     if choice is None:
         return
     own = tokenizer.chat_template
-    if choice.startswith(FALLBACK):
-        choice = choice.removeprefix(FALLBACK) if own is None else KEEP
-    if choice in TEMPLATES and not (own is not None and has_own(choice)):
-        template = named_template(choice)
+    if choice.startswith(catalog.FALLBACK):
+        choice = choice.removeprefix(catalog.FALLBACK) if own is None else catalog.KEEP
+    if choice in catalog.TEMPLATES and not (own is not None and catalog.has_own(choice)):
+        template = catalog.named_template(choice)
         if own is not None and rendered_examples(tokenizer, own) == rendered_examples(tokenizer, template):
             return  # the same for chats; the tokenizer's may also support tools
         if own is not None:
-            warn(f"chat_template: {choice} replaces the template of the tokenizer, which has another; {KEEP} keeps it.")
+            replaced = f"chat_template: {choice} replaces the template of the tokenizer, which has another"
+            warn(f"{replaced}; {catalog.KEEP} keeps it.")
         _replace(tokenizer, choice, template)
-    elif choice == KEEP or has_own(choice):
-        if choice != KEEP and own is not None:  # without one, chats cannot be rendered
+    elif choice == catalog.KEEP or catalog.has_own(choice):
+        if choice != catalog.KEEP and own is not None:  # without one, chats cannot be rendered
             warn(f"chat_template: {choice}: the template of the tokenizer is used.")
     else:
         with doing(f"using chat_template: {choice!r:.100}"):
             template = choice
-            if not is_jinja(choice):
+            if not catalog.is_jinja(choice):
                 path = Path(choice).expanduser()
                 if not path.is_file():
-                    raise ModelError(unknown_template(choice))
+                    raise ModelError(catalog.unknown_template(choice))
                 template = path.read_text(encoding="utf-8")
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
             _replace(tokenizer, choice, template)
@@ -304,5 +292,5 @@ def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> 
     if template == tokenizer.chat_template:
         return
     tokenizer.chat_template = template
-    what = choice if choice in TEMPLATES else f"{choice!r:.60}"
+    what = choice if choice in catalog.TEMPLATES else f"{choice!r:.60}"
     warn_of_split_markers(f"chat_template: {what}", split_by_template(tokenizer))

@@ -104,9 +104,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 def refuse_parts(folder: Path) -> None:
     """Raise ModelError for a checkpoint that FSDP2 has saved in parts, without other weights."""
     if (folder / WEIGHTS).is_dir() and first_weights(folder, (*MODEL_WEIGHTS, *ADAPTER_WEIGHTS)) is None:
-        raise ModelError(
-            f"{folder} is what FSDP2 has saved in parts. Run `ebft merge-sharded {folder}`, and use its result"
-        )
+        raise ModelError(f"FSDP2 saved {folder} in parts. Run `ebft merge-sharded {folder}`, and use its result")
 
 
 def pickles(folder: Path) -> list[str]:

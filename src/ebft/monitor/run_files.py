@@ -132,10 +132,7 @@ class RunFiles(TrainerCallback):
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
-                warn(
-                    f"The files that describe the run cannot be written to {self._folder} ({error}), so it cannot be "
-                    "followed completely."
-                )
+                warn(f"The files in {self._folder} that describe the run will not be complete ({error}).")
 
 
 class RunFilesCallback(TrainerCallback):

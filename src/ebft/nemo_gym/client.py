@@ -15,11 +15,9 @@ from typing import Any
 import httpx2
 from ruamel.yaml import YAML
 
+from ebft import errors, machine, printed
 from ebft.config.keys.data import NemoGymKeys
 from ebft.config.keys.serving import base_url
-from ebft.errors import ConfigError, ServerError, doing, shortened, told
-from ebft.machine import is_main_process
-from ebft.printed import say
 from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
 from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient
 
@@ -51,7 +49,7 @@ class Servers:
     def parse(cls, head: str, text: str) -> Servers:
         """Parse the response of the head server: YAML in which each server is `name: {kind: {type: settings}}`."""
         found = {}
-        with doing(f"reading {head}{CONFIG_PATH}, the config of NeMo Gym's servers (nemo_gym_head_port)"):
+        with errors.doing(f"reading {head}{CONFIG_PATH}, the config of NeMo Gym's servers (nemo_gym_head_port)"):
             for name, kinds in YAML(typ="safe", pure=True).load(text).items():
                 for kind in (RESOURCES, AGENTS, MODELS):
                     settings = next(iter(_dict(_dict(kinds).get(kind)).values()), None)
@@ -75,7 +73,7 @@ class Servers:
         agents = [a for a in self._of(AGENTS) if _dict(a.settings.get("resources_server")).get("name") == name]
         if len(agents) == 1:
             return agents[0]
-        raise ConfigError(
+        raise errors.ConfigError(
             f"nemo_gym_multi_turn needs one agent for the resources server {name}, but NeMo Gym has "
             f"{', '.join(agent.name for agent in agents) or 'none'}. Name an agent in agent_ref or server_name."
         )
@@ -92,7 +90,7 @@ class Servers:
         server = self.by_name.get(name)
         if server is None or server.kind not in kinds:
             known = ", ".join(server.name for kind in kinds for server in self._of(kind)) or "none"
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"NeMo Gym at {self.head} has no server {name!r}{of}. Servers: {known}. Correct agent_ref or "
                 "server_name."
             )
@@ -170,14 +168,14 @@ class GymClient:
             except httpx2.ReadTimeout:
                 return Failure(f"no response within {timeout:g} s ({key})")
             except httpx2.RequestError as error:
-                reason = told(error)
+                reason = errors.told(error)
                 continue
             if response.status_code == 200:
                 try:
                     return response.json()
                 except ValueError:
-                    return Failure(f"the response is not JSON: {shortened(response.text, 300)}")
-            reason = f"status {response.status_code}: {shortened(response.text, 300)}"
+                    return Failure(f"the response is not JSON: {errors.shortened(response.text, 300)}")
+            reason = f"status {response.status_code}: {errors.shortened(response.text, 300)}"
             if response.status_code < 500:
                 return Failure(reason)
         return Failure(f"{reason} ({ATTEMPTS} attempts)")
@@ -203,13 +201,13 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
     Nothing is started if a head server already responds, and on all processes except rank 0. Raises ServerError, with
     the end of the log, if NeMo Gym exits, such as if it is not installed, or is not up in time.
     """
-    if not (keys.nemo_gym_enabled and keys.nemo_gym_auto_start) or not is_main_process():
+    if not (keys.nemo_gym_enabled and keys.nemo_gym_auto_start) or not machine.is_main_process():
         yield
         return
     client = GymClient(keys.nemo_gym_head_port, keys.nemo_gym_verify_timeout)
     try:
         if client.is_up():
-            say(f"Using the NeMo Gym servers that run at {client.head}.", err=True)
+            printed.say(f"Using the NeMo Gym servers that run at {client.head}.", err=True)
             yield
             return
         log, folder = ServerLog(Path(output_dir) / LOG), Path(keys.nemo_gym_dir).expanduser()
@@ -225,7 +223,7 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
                 if (code := process.poll()) is not None or time.monotonic() > deadline:
                     how = f"did not start it within {timeout:g} s (nemo_gym_server_timeout)"
                     how = how if code is None else f"exited before it was up (exit code {code})"
-                    raise ServerError(f"NeMo Gym is not up at {client.head}: ng_run {how}. {log.tail()}")
+                    raise errors.ServerError(f"NeMo Gym is not up at {client.head}: ng_run {how}. {log.tail()}")
                 time.sleep(_SERVER_POLL)
             yield
         finally:

@@ -231,8 +231,7 @@ def model_calls(answer: dict[str, Any], agent: Server) -> list[Call]:
                 break
     if pending:
         raise RolloutError(
-            f"A reply in {where} has no {_FIELDS[1]}. Set return_token_id_information: true for the model server in "
-            "NeMo Gym's config."
+            f"A reply in {where} has no {_FIELDS[1]}. Set return_token_id_information: true for the model server."
         )
     return [call for call in calls if call.ids]
 

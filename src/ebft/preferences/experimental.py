@@ -95,8 +95,7 @@ class PreparedBatches(KeepsMetrics):
         return {"logits/chosen": chosen, "logits/rejected": rejected, "nll_loss": text}
 
 
-with warnings.catch_warnings():  # of TRL, on import; the documentation says it
-    warnings.simplefilter("ignore", UserWarning)
+with warnings.catch_warnings(action="ignore", category=UserWarning):  # of TRL, on import; the documentation says it
     from trl.experimental import cpo, orpo
 
 

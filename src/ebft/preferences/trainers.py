@@ -413,8 +413,7 @@ def spare_completions(dataset: Dataset) -> list[list[int]]:
     """
     if len(dataset) < 2:
         raise DataError(
-            "rl: kto: there is one training row, but the KL term pairs prompts with completions of other rows. Provide "
-            "at least 2 rows."
+            "rl: kto: there is one training row, but the KL term pairs prompts with completions of other rows."
         )
     completions = dataset["completion_ids"]
     first = completions[0]

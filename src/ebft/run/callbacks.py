@@ -15,12 +15,9 @@ from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ebft.errors import cause, doing, warn
-from ebft.files import STATE, json_object
-from ebft.machine import SIGNALS, has_failed, is_main_process, passed_on, signal_handler
+from ebft import errors, files, machine, printed
 from ebft.models.weights import round_weights
 from ebft.monitor.budget import stop_training
-from ebft.printed import say
 from ebft.run.config.schema import RunConfig
 from ebft.trainer import OverTrainer
 
@@ -64,7 +61,7 @@ class ProfileSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         never = sorted(step for step in self.steps if not state.global_step < step <= state.max_steps)
         if never:
-            warn(
+            errors.warn(
                 f"profiler_steps: {', '.join(map(str, never))} is not profiled: training runs from step "
                 f"{state.global_step + 1} to step {state.max_steps}."
             )
@@ -104,7 +101,7 @@ def keep_going_without_trackers(trainer: OverTrainer) -> None:
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, kinds):
             name = type(callback).__name__.removesuffix("Callback")
-            callback.on_train_begin = doing(f"starting the tracker {name}")(callback.on_train_begin)
+            callback.on_train_begin = errors.doing(f"starting the tracker {name}")(callback.on_train_begin)
             for event in events:
                 setattr(callback, event, _warning(getattr(callback, event), name))
 
@@ -114,7 +111,7 @@ def _warning(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            warn(f"The tracker {name} failed, so its logs are incomplete: {cause(error)}")
+            errors.warn(f"The tracker {name} failed, so its logs are incomplete: {errors.cause(error)}")
 
     return call
 
@@ -134,7 +131,7 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = state.best_global_step if args.load_best_model_at_end else None
         if best is not None and Path(state.best_model_checkpoint or "").name != f"checkpoint-{best}":
-            warn(
+            errors.warn(
                 f"The best evaluation was at step {best}, but no checkpoint was saved there, so the result is not "
                 "the best model. Set save_steps to eval_steps."
             )
@@ -154,7 +151,7 @@ class LossWatchdog(TrainerCallback):
 
 def stopped_early(config: RunConfig, checkpoint: Path) -> str | None:
     """The key whose limit the run of a checkpoint has reached before its last step; None if it has not."""
-    state = json_object(checkpoint / STATE)
+    state = files.json_object(checkpoint / files.STATE)
     counted, patience = _counted(state.get("stateful_callbacks", {})), config.early_stopping_patience
     if patience is not None and counted >= patience:
         return "early_stopping_patience"
@@ -246,20 +243,20 @@ class StopOnSignal(TrainerCallback):
     def listening(self) -> AbstractContextManager[None]:
         """Context manager in which signals are handled; Python delivers them to the main thread only."""
         is_main = threading.current_thread() is threading.main_thread()
-        return signal_handler(SIGNALS, self._on_signal) if is_main else nullcontext()
+        return machine.signal_handler(machine.SIGNALS, self._on_signal) if is_main else nullcontext()
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.requested:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return  # launchers send SIGTERM to their processes repeatedly, followed by SIGKILL if they take too long
-        self.request(passed_on(number))
+        self.request(machine.passed_on(number))
         if self._can_stop():
             raise StopRequested
-        if not is_main_process() or has_failed():  # a failed process ends the others
+        if not machine.is_main_process() or machine.has_failed():  # a failed process ends the others
             return
         before = "saving the final model" if self.is_saving_model else "this step and saving a checkpoint"
-        say(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", err=True)
+        printed.say(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", err=True)
 
     def _can_stop(self) -> bool:
         if self.is_saving_model:

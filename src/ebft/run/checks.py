@@ -65,9 +65,7 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     if not elsewhere:
         count = launched_processes() if processes is None else processes
         if config.dp_shard_size not in (None, 1, count):
-            problems.append(
-                f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over all {count} processes."
-            )
+            problems.append(f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over {count} processes.")
         if config.ddp not in (None, count > 1):
             problems.append(f"ddp: {str(config.ddp).lower()}, but the number of processes is {count}. Remove ddp.")
     if problems := problems + list(_overwritten(config)):

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ebft import run_files
-from ebft.errors import ConfigError, SaveError, doing, some_of, warn
+from ebft import errors, machine, run_files
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
-from ebft.machine import is_main_process
 from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
 from ebft.run_files import CARD
@@ -46,14 +44,14 @@ def check_own(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     named = config.resume_from_checkpoint
     resumes = config.auto_resume_from_checkpoints or named is not None
-    with doing(f"reading output_dir: {folder}"):
+    with errors.doing(f"reading output_dir: {folder}"):
         found = _foreign(folder, config.adapter is None, resumes) if folder.is_dir() else []
     found = [name for name in found if named is None or os.path.realpath(folder / name) != os.path.realpath(named)]
     if not found:
         return
-    names, others = some_of(found), any(_CHECKPOINT.fullmatch(name) for name in found)
+    names, others = errors.some_of(found), any(_CHECKPOINT.fullmatch(name) for name in found)
     advice = " To continue from a checkpoint of another program, set resume_from_checkpoint to it." if others else ""
-    raise ConfigError(
+    raise errors.ConfigError(
         f"output_dir: {folder} contains {names}, which this run would replace or move, and which no run has written "
         f"there. Set output_dir to a new folder, such as {folder / 'ebft-out'}, or move the files away.{advice}"
     )
@@ -61,14 +59,13 @@ def check_own(config: RunConfig) -> None:
 
 def claim(folder: Path) -> None:
     """Begin a list of the final model's files, so that others' are recognised; warn of a README.md of others."""
-    if not is_main_process():
+    if not machine.is_main_process():
         return
     if not _mark(folder):
         write_mark(folder, None, {}, [])
     if not owns_card(folder):
-        warn(
-            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is "
-            "written there."
+        errors.warn(
+            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written."
         )
 
 
@@ -152,7 +149,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     Raises ConfigError if another run holds it. A file system without locks is a warning: a lock that is only a file, as
     filelock would use there, remains when a process is killed, and then keeps every later run on other machines out.
     """
-    if not is_main_process():
+    if not machine.is_main_process():
         yield
         return
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
@@ -161,15 +158,12 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     except Timeout:
         run = run_files.read_run(output_dir)
         owner = f" (process {run.get('pid')} on {run.get('host')})" if run_files.state_of(run) == "running" else ""
-        raise ConfigError(
+        raise errors.ConfigError(
             f"output_dir: {output_dir} is used by another run{owner}. Wait until it has ended, or choose another "
             "folder."
         ) from None
     except (OSError, NotImplementedError) as error:
-        warn(
-            f"output_dir: {output_dir} cannot be locked ({error}), so another run in the same folder would not be "
-            "detected."
-        )
+        errors.warn(f"output_dir: {output_dir} cannot be locked ({error}), so another run in it would not be detected.")
         yield
         return
     try:
@@ -218,7 +212,7 @@ def _publish(staged: Path, output_dir: Path, step: int) -> None:
     files, before = {str(path.relative_to(staged)): path.stat().st_size for path in paths}, listed(output_dir)
     others = [name for name in files if name not in before and os.path.lexists(output_dir / name)]
     if others:
-        raise SaveError(
+        raise errors.SaveError(
             f"{output_dir} contains {', '.join(others)}, which the run has not written and does not replace. The model "
             f"is complete in {staged}, up to the next run in this folder: move it to another one."
         )
@@ -266,7 +260,7 @@ def declare_end_of_turn(
         return []
     if is_taught and end != eos:
         token = tokenizer.convert_ids_to_tokens(end)
-        warn(
+        errors.warn(
             f"special_tokens.eos_token: the chat template ends replies with {token}, which is not an end-of-sequence "
             "token of the base model, so generate() does not stop there with an adapter, except after ebft merge-lora "
             f"and in ebft inference. Set special_tokens.eos_token: {token}, which is saved with the tokenizer."

@@ -109,10 +109,7 @@ class Plugins:
             if what not in self._warned:
                 self._warned.add(what)
                 text = str(error) if str(error).startswith(what) else f"{what}: {error}"
-                warn(
-                    f"{text} Training goes on without it; plugins_strict: true ends the run instead. This warning is "
-                    "given once."
-                )
+                warn(f"{text} Training goes on without it (plugins_strict: true ends it). This warning is given once.")
         return None
 
     def follow(self, trainer: Trainer, num_training_steps: int) -> None:

@@ -22,16 +22,12 @@ from datasets import disable_progress_bars, enable_progress_bars, load_from_disk
 from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.axolotl import CarriedOverKeys
+from ebft.config import axolotl, section, user_functions
 from ebft.config.keys.data import StreamKeys
 from ebft.config.keys.models import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.config.keys.run import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
-from ebft.config.section import flat_settings
-from ebft.config.user_functions import module_sources
-from ebft.data.load import LoadedRows
-from ebft.data.row_counts import SectionReport
+from ebft.data import load, row_counts, tables
 from ebft.data.sources import source_fingerprint
-from ebft.data.tables import discard_tables
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
 from ebft.files import file_hash, flush, json_hash, locked, text_hash
@@ -44,7 +40,7 @@ from ebft.run.config.schema import RunConfig
 class Prepared(NamedTuple):
     """The rows of a run, the folder in which they are stored, and whether they were prepared now."""
 
-    rows: LoadedRows
+    rows: load.LoadedRows
     folder: Path
     is_new: bool
 
@@ -70,7 +66,7 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         write_rows(folder, rows, without_secrets(inputs))
         for part in (rows.train, rows.evaluation):
             if part is not None:
-                discard_tables(part)
+                tables.discard_tables(part)
         return Prepared(read_rows(folder), folder, is_new=True)
 
 
@@ -85,7 +81,7 @@ RECORD = "prepared.json"
 _PARTS = {"train": "train", "evaluation": "eval"}  # fields of LoadedRows, and their folders
 
 
-def read_rows(folder: Path) -> LoadedRows | None:
+def read_rows(folder: Path) -> load.LoadedRows | None:
     """The rows in `folder`, or None if it does not exist."""
     if not folder.exists():
         return None
@@ -95,10 +91,10 @@ def read_rows(folder: Path) -> LoadedRows | None:
             field: None if record["rows"][name] is None else load_from_disk(str(folder / name))
             for field, name in _PARTS.items()
         }
-        return LoadedRows(**parts, reports=[SectionReport(**report) for report in record["reports"]])
+        return load.LoadedRows(**parts, reports=[row_counts.SectionReport(**report) for report in record["reports"]])
 
 
-def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
+def write_rows(folder: Path, rows: load.LoadedRows, inputs: dict[str, Any]) -> None:
     """Write `rows`, made from `inputs`, to `folder`, whose lock is held; it is complete, or does not exist."""
     for left in folder.parent.glob(f".{folder.name}.*.partial"):  # of killed processes
         shutil.rmtree(left, ignore_errors=True)
@@ -131,7 +127,7 @@ _LIBRARIES = ("ebft", "datasets", "transformers", "tokenizers", "jinja2")
 # Groups of keys that no row depends on, apart from `_OF_ROWS`: the files of the tokenizer are compared, and rows of a
 # stream are not stored.
 _IDLE_GROUPS = (
-    *(AdapterKeys, AttentionKeys, CarriedOverKeys, CheckpointKeys, EvaluationKeys, HardwareKeys, HubKeys),
+    *(AdapterKeys, AttentionKeys, axolotl.CarriedOverKeys, CheckpointKeys, EvaluationKeys, HardwareKeys, HubKeys),
     *(LengthKeys, ModelKeys, OptimizerKeys, RayKeys, ReportingKeys, StreamKeys),
 )
 _OF_ROWS = {"chat_template_kwargs", "seed", "data_seed"}
@@ -166,7 +162,7 @@ def row_settings(config: RunConfig, sources: Iterable[str] = ()) -> dict[str, An
     words = {word for source in sources for word in re.findall(r"\w+", source)}
     words |= {"dataset_num_proc"} if "batched" in words else set()
     is_read = lambda key: key.partition(".")[0] not in IDLE or key.rpartition(".")[2] in words
-    return {key: value for key, value in flat_settings(config) if is_read(key)}
+    return {key: value for key, value in section.flat_settings(config) if is_read(key)}
 
 
 def transform_sources(names: list[str]) -> dict[str, str]:
@@ -176,7 +172,7 @@ def transform_sources(names: list[str]) -> dict[str, str]:
     exist.
     """
     own = {name: own_transform(name) for name in names if built_in(name) is None}
-    return module_sources(
+    return user_functions.module_sources(
         module for name, function in own.items() for module in {name.rpartition(".")[0], function.__module__}
     )
 

@@ -213,7 +213,7 @@ _VARIABLES = (
 
 
 # Keys that request a tracker, besides report_to, and the name of the tracker in transformers.
-_ASKED = {
+ASKED = {
     "use_tensorboard": "tensorboard",
     "use_trackio": "trackio",
     "use_mlflow": "mlflow",
@@ -226,7 +226,7 @@ _ASKED = {
 def trackers(config: RunConfig) -> list[str]:
     """Names for `report_to`; without the package wandb, `wandb_project` alone is a warning: shared configs set it."""
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
-    names += [name for key, name in _ASKED.items() if getattr(config, key) and name not in names]
+    names += [name for key, name in ASKED.items() if getattr(config, key) and name not in names]
     if config.use_wandb is None and config.wandb_project and "wandb" not in names:
         if find_spec("wandb") is not None:
             names.append("wandb")

@@ -17,19 +17,15 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import TrainingArguments
 
-from ebft import files
-from ebft.catalog import lasting_name
+from ebft import catalog, errors, files, methods, printed
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.keys.models import PrecisionKeys
 from ebft.config.keys.run import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.sources import source_files
-from ebft.errors import ConfigError, DataError, doing, shortened, warn
-from ebft.methods import FLAGS
 from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.methods.method import foreign_keys, selecting_keys
-from ebft.printed import without_secrets
 from ebft.run.checks import imported_names
 from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import versions
@@ -47,7 +43,7 @@ OF_OPTIMIZER = (
     *("lr_scheduler", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "warmup_steps", "warmup_ratio", "max_grad_norm"),
 )
 # Keys that are compared by `check_same_run`, besides learning rates.
-FIXED = (*FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters", *_ADAPTER_KEYS)
+FIXED = (*methods.FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters", *_ADAPTER_KEYS)
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _FROM_HERE = "It applies from here on, without effect on earlier steps."
 _OF_ROWS = "Training continues after the same number of steps, so rows may be repeated or left out."
@@ -131,7 +127,7 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
         for key, old, new in changed
     ]
     weights = "base_model" if config.adapter is None else "lora_model_dir"
-    warn(
+    errors.warn(
         f"Optimizer settings differ from {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
         f"To train with all settings of the config, start a new run from the weights of the checkpoint: "
         f"{weights}={checkpoint}, with another output_dir and without resume_from_checkpoint."
@@ -164,9 +160,8 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
         facts = " and ".join(
             f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])}" for key in models
         )
-        warn(
-            f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
-            "that was moved."
+        errors.warn(
+            f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, as in a moved folder."
         )
     problems = [
         f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])} of {checkpoint}. Set it to "
@@ -174,7 +169,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
         for key in changed
     ]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise errors.ConfigError("\n".join(problems))
 
 
 def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
@@ -187,7 +182,7 @@ def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with doing(f"reading {path}"):
+    with errors.doing(f"reading {path}"):
         return files.json_object(path)
 
 
@@ -214,7 +209,7 @@ def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[
     settings["bf16"] = uses_bf16
     if uses_bf16 is None:
         del settings["bf16"]
-    return json.loads(json.dumps(without_secrets(settings), default=str))
+    return json.loads(json.dumps(printed.without_secrets(settings), default=str))
 
 
 def run_record(
@@ -266,9 +261,9 @@ def _of_data(entry: Any, known_hash: str | None) -> str:
         paths = source_files(entry) if known_hash is None else []
         if paths is not None:
             return known_hash or files.json_hash([files.sample_hash(path) for _, path in paths])
-    except (DataError, OSError):
+    except (errors.DataError, OSError):
         pass
-    return files.json_hash([without_secrets(entry.path), entry.name, entry.revision])
+    return files.json_hash([printed.without_secrets(entry.path), entry.name, entry.revision])
 
 
 def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | None, is_finished: bool) -> None:
@@ -282,7 +277,7 @@ def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | No
             for key, old, new in _optimizer_changes(config, saved):
                 changes.append((f"{key}: {config_text(new)} instead of {config_text(old)}", ""))
         for what, effect in changes:
-            warn(
+            errors.warn(
                 f"No effect: {what}. The run of {folder} is complete."
                 if is_finished
                 else f"Resumed with {what} ({folder}). {effect}"
@@ -329,19 +324,19 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
         yield f"another model in the folder of trl.reward_funcs: {config.trl.reward_funcs[int(place)]}", _FROM_HERE
     for key, effect in (("datasets", _OF_ROWS), ("test_datasets", _OF_EVALUATIONS)):
         for place, *_ in differ[key]:
-            yield f"other contents of {key}: {without_secrets(getattr(config, key)[int(place)].path)}", effect
+            yield f"other contents of {key}: {printed.without_secrets(getattr(config, key)[int(place)].path)}", effect
     if differ["packages"]:
         facts = ", ".join(f"{name} {new} instead of {old}" for name, old, new in differ["packages"])
         yield f"other versions of packages: {facts}", "Numbers may differ."
 
 
 def _short(value: Any) -> str:
-    return shortened(config_text(value), 200)
+    return errors.shortened(config_text(value), 200)
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:
     """The folder of the model `name`; for a Hub id, its folder in the cache. None if there is none."""
-    folder = Path(lasting_name(name))
+    folder = Path(catalog.lasting_name(name))
     if folder.is_dir():
         return folder
     try:

@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
+from ebft import errors, machine, printed
 from ebft.config.keys.serving import ServerSettings, check_free, reachable_host
-from ebft.errors import EBFTError, ServerError, doing, told
-from ebft.machine import LAUNCHER
-from ebft.printed import say
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 
@@ -29,7 +27,7 @@ PAUSE = 0.2  # polling interval in seconds
 ANSWER_TIMEOUT = 5.0  # timeout of a health check in seconds
 
 # Variables that launchers set for each trainer process. vLLM would interpret them as its own distributed setup.
-LAUNCHER_VARIABLES = {*LAUNCHER, "LOCAL_WORLD_SIZE"}
+LAUNCHER_VARIABLES = {*machine.LAUNCHER, "LOCAL_WORLD_SIZE"}
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
@@ -71,11 +69,11 @@ class VLLMServer:
             process = self._process
             self._check_alive(process, "before it was ready")
             if self._stopping.is_set() or process is None:
-                raise ServerError("The vLLM server is not running.")
+                raise errors.ServerError("The vLLM server is not running.")
             if self._answers(process):
                 return
             if time.monotonic() > deadline:
-                raise ServerError(
+                raise errors.ServerError(
                     f"vLLM was not ready at {self.command.url} within {timeout:g} seconds. Increase "
                     f"trl.vllm_server_timeout if it needs more time. {self.log.tail()}"
                 )
@@ -91,7 +89,7 @@ class VLLMServer:
         if failure is None and process is not None and process.poll() is not None and self._watcher is None:
             failure = self._ended(process, when)
         if failure is not None:
-            raise ServerError(failure)
+            raise errors.ServerError(failure)
 
     def watch(self) -> None:
         """Restart the server, then without adapters, from now on if it exits, with a line on standard error each time.
@@ -162,22 +160,22 @@ class VLLMServer:
             except Exception as error:  # an exception on this thread would go unnoticed while callers wait
                 with self._lock:
                     if not self._stopping.is_set():
-                        self.failure = str(error) if isinstance(error, EBFTError) else told(error)
+                        self.failure = str(error) if isinstance(error, errors.EBFTError) else errors.told(error)
                         end_supervisor(self._process)
-                        say(f"vLLM is not restarted: {self.failure}", err=True)
+                        printed.say(f"vLLM is not restarted: {self.failure}", err=True)
                 return
 
     def _restart(self, dead: subprocess.Popen, restarts: deque[float]) -> None:
         now = time.monotonic()
         if len(restarts) == MAX_RESTARTS and now - restarts[0] < RESTART_WINDOW:
             minutes = f"{RESTART_WINDOW / 60:g} minutes"
-            raise ServerError(f"vLLM was restarted {MAX_RESTARTS} times within {minutes}. {self._ended(dead)}")
+            raise errors.ServerError(f"vLLM was restarted {MAX_RESTARTS} times within {minutes}. {self._ended(dead)}")
         restarts.append(now)
         with self._lock:
             if self._stopping.is_set():
                 return
             how = f"unexpectedly (exit code {dead.poll()}) and is restarted. See its log {self.log.path}"
-            say(f"vLLM exited {how}", err=True)
+            printed.say(f"vLLM exited {how}", err=True)
             self._launch()
 
 
@@ -221,7 +219,7 @@ class ServerLog:
 
     def open(self, command: Sequence[str]) -> BinaryIO:
         """Open the file for a new start of the server and write the command as the first line."""
-        with doing(f"writing the server's log {self.path}"):
+        with errors.doing(f"writing the server's log {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self.path.open("ab")
             file.write(f"$ {shlex.join(command)}\n".encode())

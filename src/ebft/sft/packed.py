@@ -117,9 +117,7 @@ def why_not_joined(model: nn.Module) -> str | None:
             "from one document of a row to the next"
         )
     if not takes_attention_functions(causal_lm):
-        return (
-            f"{name} does not support the attention interface of transformers, which separates the documents of a row"
-        )
+        return f"{name} does not support the attention interface of transformers, which separates documents of a row"
     return None
 
 

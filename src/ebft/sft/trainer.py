@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, TrainerCallback
 
+from ebft import errors, scores
 from ebft.data.documents import JoiningCollator, PackedRows
 from ebft.data.stream import SKIPPED, Position
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ConfigError, ModelError, doing
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.prefix.forward import take_programs
-from ebft.scores import perplexities
 from ebft.sft import packed
 from ebft.sft.cross_entropy import check_chunks, summed_cross_entropy, token_cross_entropies, why_not_in_chunks
 from ebft.trainer import OverTrainer
@@ -36,7 +35,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 def coefficient(causal_lm: PreTrainedModel) -> float:
     """The weight with which a mixture of experts adds its load-balancing loss."""
     pairs = [(holder, name) for holder in (causal_lm, causal_lm.config.get_text_config()) for name in _COEFFICIENTS]
-    with doing("reading the weight of the load-balancing loss (overrides_of_model_config.output_router_logits)"):
+    with errors.doing("reading the weight of the load-balancing loss (overrides_of_model_config.output_router_logits)"):
         return next(float(getattr(holder, name)) for holder, name in pairs if hasattr(holder, name))
 
 
@@ -86,7 +85,7 @@ class SFTTrainer(OverTrainer):
         if self.label_smoother is not None or self.compute_loss_func is not None:
             why_not = "label_smoothing_factor and compute_loss_func need the logits"
         if chunked_cross_entropy and why_not is not None:
-            raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
+            raise errors.ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
         self.is_in_chunks: bool = chunked_cross_entropy is not False and why_not is None
         self._checks_chunks = self.is_in_chunks
         if self.is_in_chunks:
@@ -169,7 +168,7 @@ class SFTTrainer(OverTrainer):
         router_loss = means.pop("router_loss", 0.0)
         if "ce_loss" in means:  # transformers' eval_loss is a mean over batches, which depends on their size
             output.metrics[f"{metric_key_prefix}_loss"] = means["ce_loss"] + router_loss
-        means |= perplexities(means)
+        means |= scores.perplexities(means)
         output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in means.items()})
         return output
 
@@ -233,7 +232,7 @@ class SFTTrainer(OverTrainer):
         if reason is None:
             return
         if self._flattens:
-            raise ModelError(f"{reason}. Remove batch_flattening, or set another attn_implementation")
+            raise errors.ModelError(f"{reason}. Remove batch_flattening, or set another attn_implementation")
         self._unpacks = True
         warnings.warn(
             f"{reason}. So the documents of packed rows are computed as separate rows: the results equal "
@@ -292,13 +291,13 @@ class _KeepPosition(TrainerCallback):
         saved = state.stateful_callbacks.get(_SAVED_AS)
         if state.global_step == 0:
             return
-        with doing("reading the position in the stream in the checkpoint (streaming)"):
+        with errors.doing("reading the position in the stream in the checkpoint (streaming)"):
             order = saved["order"]  # with other settings, a position would be another one
         changed = [
             f"{key}: {now} instead of {order.get(key)}" for key, now in self._order.items() if order.get(key) != now
         ]
         if changed:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"The stream differs from the one of the checkpoint: {'; '.join(changed)}. A run cannot continue in "
                 "another stream: set these keys to their former values, or start a new run in another output_dir."
             )

@@ -24,9 +24,7 @@ from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import STOPS
 from ebft.structured.reward import FeatureMatchingReward
-from ebft.structured.rollouts import turns
-from ebft.structured.rollouts.local import lockstep
-from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
+from ebft.structured.rollouts import local, server, turns
 from ebft.structured.rollouts.turns import Backend, Completion, Rollout
 from ebft.structured.trl import COMPLETIONS, LOGPROBS
 
@@ -64,7 +62,7 @@ class Generation:
     def __init__(
         self,
         trainer: Any,
-        agents: Agents | None,
+        agents: server.Agents | None,
         is_interactive: bool,
         reference_limit: turns.ReferenceLimit | None,
         syncs_adapter: bool,
@@ -97,10 +95,10 @@ class Generation:
         self.rollouts: list[Rollout] = []
         self.sampled_from: tuple[Any, int] = (None, 0)
         self.prefetcher: Prefetcher | None = None
-        self.server: ServerRollouts | None = None
+        self.server: server.ServerRollouts | None = None
         if args.uses_server:
             transfer = None if syncs_adapter else trainer.vllm_generation
-            self.server = ServerRollouts(trainer, self.sampling, server_failure, transfer)
+            self.server = server.ServerRollouts(trainer, self.sampling, server_failure, transfer)
         samples_here = (args.uses_server or not args.use_vllm) and not is_interactive
         self.samples_conversations: bool = samples_here and agents is None
         # A reward that compares completions with their references needs references that fit the model.
@@ -149,7 +147,7 @@ class Generation:
             self._evaluate_current_weights()
             job = self.job(self.rows)
             trainer = self._trainer
-            with lockstep(trainer.model_wrapped, trainer.accelerator) if self.server is None else nullcontext():
+            with local.lockstep(trainer.model_wrapped, trainer.accelerator) if self.server is None else nullcontext():
                 self.rollouts = job.run()
         self._end(job.backend, job.weights_step, job.seconds)
         fields = {
@@ -179,7 +177,7 @@ class Generation:
         """Return the job that samples the rows' conversations from the current weights."""
         backend = self._trainer.backend()
         if self._agents is not None:
-            sample = partial(run_agents, self._agents, rows, backend, self.max_completion_length)
+            sample = partial(server.run_agents, self._agents, rows, backend, self.max_completion_length)
         else:
             conversations = self.conversations(rows)
             sample = partial(turns.roll_out, backend, conversations, self._limits(), self.sampling.end_ids)

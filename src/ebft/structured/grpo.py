@@ -25,25 +25,11 @@ from ebft.errors import ConfigError
 from ebft.models.causal_lm import backbone_of, frozen_copy, unwrap_adapter
 from ebft.models.pretrained import disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
-from ebft.monitor.budget import forward_flops
-from ebft.monitor.metrics import Throughput
-from ebft.monitor.run_files import ScoredRollouts
+from ebft.monitor import budget, metrics, run_files
 from ebft.reward_functions import checked_reward, in_chunks, run_in_workers
-from ebft.structured.config import (
-    EBFTConfig,
-    RolloutGRPOConfig,
-    check_arguments,
-    check_interactive,
-    check_rows,
-    checked,
-)
+from ebft.structured import config, replay, reward, scoring
 from ebft.structured.generation import CONVERSATION, Generation, Prefetcher, ReadAhead, Row
-from ebft.structured.replay import PromptReuse
-from ebft.structured.reward import FeatureMatchingReward
-from ebft.structured.rollouts.local import HFBackend
-from ebft.structured.rollouts.server import Agents
-from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, Rollout
-from ebft.structured.scoring import SharedPromptScorer
+from ebft.structured.rollouts import local, server, turns
 from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL, positions_from_mask
 
 
@@ -59,22 +45,22 @@ class RolloutGRPOTrainer(OverTRL):
     reference limits the length of completions.
     """
 
-    args: RolloutGRPOConfig
+    args: config.RolloutGRPOConfig
     rewards: Tensor
     log_completions: bool
     _was_named: bool = False  # whether the model was given as a name
-    config_class: type[RolloutGRPOConfig] = RolloutGRPOConfig
+    config_class: type[config.RolloutGRPOConfig] = config.RolloutGRPOConfig
 
     def __init__(
         self,
         model: Any,
         reward_funcs: Any = None,
-        args: RolloutGRPOConfig | None = None,
+        args: config.RolloutGRPOConfig | None = None,
         *,
         peft_config: Any = None,
         server_failure: Callable[[], str | None] | None = None,
-        agents: Agents | None = None,
-        reference_limit: ReferenceLimit | None = None,
+        agents: server.Agents | None = None,
+        reference_limit: turns.ReferenceLimit | None = None,
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
@@ -86,12 +72,12 @@ class RolloutGRPOTrainer(OverTRL):
         if args.disable_dropout:
             disable_dropout(model)
         for name in [name for name in ("train_dataset", "eval_dataset") if name in kwargs]:
-            check_rows(name, kwargs[name], args, needs_reference=isinstance(args, EBFTConfig))
+            config.check_rows(name, kwargs[name], args, needs_reference=isinstance(args, config.EBFTConfig))
             kwargs[name] = with_own_calls(kwargs[name])
         funcs = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        is_interactive = check_interactive(args, funcs, kwargs)
+        is_interactive = config.check_interactive(args, funcs, kwargs)
         if kwargs.get("rollout_func") is not None:
-            kwargs["rollout_func"] = checked(kwargs["rollout_func"])
+            kwargs["rollout_func"] = config.checked(kwargs["rollout_func"])
         loads_rewards = any(isinstance(func, str) for func in funcs)
         funcs = run_in_workers(funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
@@ -109,20 +95,20 @@ class RolloutGRPOTrainer(OverTRL):
         for scored in (model, self.ref_model):
             if scored is not None:
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(positions_from_mask, with_kwargs=True)
-        self._throughput = Throughput(self.budget)
-        self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
-        self.scorer: SharedPromptScorer = SharedPromptScorer(self)
+        self._throughput = metrics.Throughput(self.budget)
+        self.scored_rollouts: run_files.ScoredRollouts = run_files.ScoredRollouts(self)
+        self.scorer: scoring.SharedPromptScorer = scoring.SharedPromptScorer(self)
         self.keeps_groups = self.scorer.shares_prompts
-        self.reuse: PromptReuse = PromptReuse(self)
+        self.reuse: replay.PromptReuse = replay.PromptReuse(self)
         self.generation: Generation = Generation(
             self, agents, is_interactive, reference_limit, syncs_adapter, server_failure or (lambda: None)
         )
 
     def load_policy(
-        self, model: Any, peft_config: Any, args: RolloutGRPOConfig, quantization_config: Any = None
+        self, model: Any, peft_config: Any, args: config.RolloutGRPOConfig, quantization_config: Any = None
     ) -> nn.Module:
         """Return the model with an adapter if `peft_config` is given; a name is loaded as TRL does, in float32."""
-        check_arguments(args)
+        config.check_arguments(args)
         options = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
         options |= args.model_init_kwargs or {}
         options |= {} if quantization_config is None else {"quantization_config": quantization_config}
@@ -135,13 +121,13 @@ class RolloutGRPOTrainer(OverTRL):
         return self.scorer.shares_prompts
 
     @property
-    def rollouts(self) -> list[Rollout]:
+    def rollouts(self) -> list[turns.Rollout]:
         """The rollouts of this process in the current batch."""
         return self.generation.rollouts
 
     def computing_models(self) -> list[nn.Module]:
         """Return the policy, the reference model and the reward models."""
-        rewards = [f.network.causal_lm if isinstance(f, FeatureMatchingReward) else f for f in self.reward_funcs]
+        rewards = [f.network.causal_lm if isinstance(f, reward.FeatureMatchingReward) else f for f in self.reward_funcs]
         return [model for model in (self.model, self.ref_model, *rewards) if isinstance(model, nn.Module)]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +172,7 @@ class RolloutGRPOTrainer(OverTRL):
             self.reuse.begin_batch()
         self.generation.take(rows)
 
-    def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
+    def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[turns.Completion]:
         """Sample one completion per prompt from the current policy; for `rollout_func`.
 
         Each is limited by `max_tokens`, `max_completion_length` if None, and the maximum sequence length; it is empty
@@ -195,11 +181,11 @@ class RolloutGRPOTrainer(OverTRL):
         """
         return self.generation.sample(prompt_ids, max_tokens)
 
-    def backend(self) -> Backend:
+    def backend(self) -> turns.Backend:
         """Return what samples from the current weights: the server, or the policy itself."""
         if self.generation.server is not None:
             return self.generation.server.backend()
-        return HFBackend(self, self.generation.sampling, self.processing_class.pad_token_id)
+        return local.HFBackend(self, self.generation.sampling, self.processing_class.pad_token_id)
 
     def after_generation(self, fields: list[Any]) -> list[Any]:
         """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
@@ -214,13 +200,13 @@ class RolloutGRPOTrainer(OverTRL):
         self.budget.add(documents=len(prompts) / self.num_generations, generated_tokens=generated)
         if self.use_vllm:  # not visible to the meter; counts every prompt once per sample, ignoring prefix caching
             tokens = sum(map(len, prompts)) + sum(map(len, completions))
-            self.budget.add(flops=forward_flops(self.model, tokens, scored=generated))
+            self.budget.add(flops=budget.forward_flops(self.model, tokens, scored=generated))
 
     def before_rewards(self) -> None:
         """Called before the reward functions."""
         self._rewards_started = time.perf_counter()
         for func in self.reward_funcs:
-            if isinstance(func, FeatureMatchingReward):
+            if isinstance(func, reward.FeatureMatchingReward):
                 func.num_generations = self._group_size()
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:

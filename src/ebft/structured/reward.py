@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.catalog import lasting_name, reward_problem
+from ebft import catalog, errors, files, machine, scores
+from ebft import transformers_internals as internals
 from ebft.config.options import RewardOptions, RewardOptionTypes
 from ebft.config.rules import options_from, resolve_single_completion
 from ebft.config.section import option_names
@@ -22,10 +23,7 @@ from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message
-from ebft.errors import ConfigError, DataError, NonFiniteLossError, doing
 from ebft.features import FeatureNetwork, pool_sequence, token_features
-from ebft.files import ADAPTER_CONFIG
-from ebft.machine import copy_to
 from ebft.models import pretrained
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import SCORE, backbone_of, end_token_ids
@@ -34,14 +32,6 @@ from ebft.prefix.forward import run_wrapped, take_programs
 from ebft.prefix.parity import compare, refusing
 from ebft.prefix.sampling import on_device
 from ebft.rewards import FeatureMatch, match_features
-from ebft.scores import feature_scores
-from ebft.transformers_internals import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    cache_argument,
-    has_running_state,
-    override_attn_implementation,
-)
 
 FEATURE_MATCHING = "feature_matching"  # the name of the reward in configs and in TRL's logs
 
@@ -128,7 +118,7 @@ class FeatureMatchingReward:
         values = torch.cat([torch.stack([*metrics.values()]), self.last.rewards.flatten()]).tolist()  # one wait for all
         rewards = values[len(metrics) :]
         if not all(map(math.isfinite, rewards)):
-            raise NonFiniteLossError(
+            raise errors.NonFiniteLossError(
                 "The feature-matching reward is not finite: the feature network returned NaN or infinity for these "
                 "sequences. Load the model in bfloat16 or float32 instead of float16, and check its weights."
             )
@@ -181,7 +171,7 @@ class FeatureMatchingReward:
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():
-                raise DataError(f"row {start} has no reference: ground_truth is {reference!r}")
+                raise errors.DataError(f"row {start} has no reference: ground_truth is {reference!r}")
             row = {"prompt": prompts[start], "ground_truth": reference, "remaining_turns": remaining[start]}
             row |= {name: columns[name][start] for name in (TOOLS, REPLY, ROW_KWARGS) if columns.get(name) is not None}
             conversation = self.renderer.of_row(row)
@@ -217,7 +207,7 @@ def held_out_values(match: FeatureMatch, options: RewardOptions, computed_in: to
     Features are normalised but not whitened, as in strided mode (`ebft.scores.feature_scores`).
     """
     n = match.samples.shape[1]
-    values = feature_scores(
+    values = scores.feature_scores(
         match.samples,
         match.reference,
         alignment_coef=options.alignment_coef,
@@ -262,10 +252,10 @@ def continuation_features(
 
 def shares_prompts(causal_lm: PreTrainedModel) -> bool:
     """Whether several continuations can use the prompt's cache, which excludes layers with a recurrent state."""
-    if has_running_state(causal_lm):
+    if internals.has_running_state(causal_lm):
         return False
     layers = DynamicCache(config=causal_lm.config.get_text_config()).layers
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    return all(type(layer) in (internals.DynamicLayer, internals.DynamicSlidingWindowLayer) for layer in layers)
 
 
 def check_features(network: FeatureNetwork) -> None:
@@ -278,7 +268,7 @@ def check_features(network: FeatureNetwork) -> None:
     with refusing(network.causal_lm, "shared prompts"):
         shared, found = continuation_features(network, prompt, own)
         sequences = [torch.tensor([prompt + ids], device=network.device) for ids in own]
-        with override_attn_implementation(network.causal_lm, "eager"):
+        with internals.override_attn_implementation(network.causal_lm, "eager"):
             expected = [token_features(network.plain_hidden_states(sequence))[0] for sequence in sequences]
     differences = [torch.cat([shared, ours]) - plain for ours, plain in zip(found, expected)]
     compare(network.causal_lm, "features with shared prompts", torch.cat(differences).norm(dim=-1))
@@ -289,8 +279,8 @@ def _run(network: FeatureNetwork, tokens: Tensor, cache: Cache | None = None) ->
 
     def run(causal_lm: PreTrainedModel) -> Tensor:
         backbone = backbone_of(causal_lm)
-        arguments = {} if cache is None else {cache_argument(backbone): cache}
-        (ids,) = copy_to(network.device, tokens)
+        arguments = {} if cache is None else {internals.cache_argument(backbone): cache}
+        (ids,) = machine.copy_to(network.device, tokens)
         return backbone(ids, use_cache=cache is not None, **arguments).last_hidden_state
 
     def forward(model: nn.Module) -> Tensor:
@@ -332,15 +322,15 @@ def load_reward_model(name: str) -> PreTrainedModel:
     Its weights have the data type that they are saved in; an adapter is merged. Raises ConfigError for a model without
     exactly one score per text.
     """
-    folder = Path(lasting_name(name))
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    with doing(f"loading the reward model {name} (trl.reward_funcs)"):
+    folder = Path(catalog.lasting_name(name))
+    is_adapter = (folder / files.ADAPTER_CONFIG).is_file()
+    with errors.doing(f"loading the reward model {name} (trl.reward_funcs)"):
         base = str(read_adapter_config(folder).base_model_name_or_path) if is_adapter else name
         found = pretrained.find_model(base, f"base model of {folder}" if is_adapter else "trl.reward_funcs")
         config = pretrained.pretrained_config(found)
-        problem = reward_problem(name, None if is_adapter else config.to_dict() | {"id2label": config.id2label})
+        problem = catalog.reward_problem(name, None if is_adapter else config.to_dict() | {"id2label": config.id2label})
         if problem is not None:
-            raise ConfigError(problem)
+            raise errors.ConfigError(problem)
         if is_adapter:
             config.num_labels, tokens = SCORE.num_labels, len(pretrained.pretrained_tokenizer(str(folder)))
             model = pretrained.pretrained_model(found, SCORE, may_lack_head=True, config=config, dtype="auto")

@@ -17,19 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ebft.errors import ModelError
-from ebft.machine import copy_to
+from ebft import errors, machine, transformers_internals
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
+from ebft.prefix import parity, sampling
 from ebft.prefix.attention import PromptLayout, SuffixPass
 from ebft.prefix.attention.passes import HINT
 from ebft.prefix.forward import backbone_states, head_of, last_logits, most_tokens, prepare, run_wrapped
 from ebft.prefix.logps import Head, token_logps, token_logps_and_entropy
-from ebft.prefix.parity import check_distant_tokens, compare, refusing
-from ebft.prefix.sampling import Truncation, on_device
 from ebft.structured.rollouts.local import Generator, SharedPromptSampler
 from ebft.structured.rollouts.turns import Sampling
-from ebft.transformers_internals import override_attn_implementation
 
 Padded = tuple[Tensor, Tensor]  # ids and mask (B, tokens)
 
@@ -61,7 +58,7 @@ def score_completions(
     prompts: Sequence[Prompt],
     *,
     temperature: float,
-    truncation: Truncation | None = None,
+    truncation: sampling.Truncation | None = None,
     with_entropies: bool = True,
     entropy_gradient: bool = False,
     score_prompts: bool = False,
@@ -94,7 +91,7 @@ def score_completions(
             lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
             is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
             is_last[lengths.cumsum(0) - 1] = True
-            (predictors,) = copy_to(states.device, (~is_last).nonzero().squeeze(1))
+            (predictors,) = machine.copy_to(states.device, (~is_last).nonzero().squeeze(1))
             targets = _joined([prompt.ids[1:] for prompt in prompts], tokens)
             of_prompts = _text_logps(states[predictors], targets, head)
         return logps, entropies, of_references, of_prompts
@@ -135,7 +132,7 @@ class Rows:
                 own = [row for row in own if end[row]]
                 getattr(prompt, name).extend(ids[row, : end[row]] for row in own)
                 index += [row * ids.shape[1] + step for row in own for step in range(end[row])]
-        return cls(shared, *(on_device(index, prompts.device) for index in indices), of_row)
+        return cls(shared, *(sampling.on_device(index, prompts.device) for index in indices), of_row)
 
     def references(self, scores: CompletionScores, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the references' log-probabilities, as `like` (B, tokens), and each row's sum over its prompt (B,)."""
@@ -168,7 +165,7 @@ def _predictors(layout: PromptLayout, prompts: Sequence[Prompt]) -> tuple[Tensor
             found = [end - 1, *range(first, first + length)]
             (completions if index < len(prompt.completions) else references).extend(found)
             first += length
-    return on_device(completions, layout.device), on_device(references, layout.device)
+    return sampling.on_device(completions, layout.device), sampling.on_device(references, layout.device)
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
@@ -199,7 +196,7 @@ class SharedPromptScorer:
                 if trainer.ref_model is not None:
                     prepare(trainer.ref_model)
                 self._most_tokens = most_tokens(causal_lm)
-            except ModelError as error:
+            except errors.ModelError as error:
                 self.shares_prompts = False
                 cause = str(error).replace(HINT, "").strip().rstrip(".")
                 message = f"Prompts are computed once per completion, because they cannot be shared: {cause}."
@@ -234,7 +231,7 @@ class SharedPromptScorer:
             model,
             rows.prompts,
             temperature=trainer.temperature,
-            truncation=Truncation.of(*cut) if self.scores_truncated else None,
+            truncation=sampling.Truncation.of(*cut) if self.scores_truncated else None,
             with_entropies=with_entropies,
             entropy_gradient=trainer.has_entropy_bonus,
             score_prompts=references is not None and not trainer.model.training,
@@ -284,14 +281,14 @@ def check_shared_prompt_parity(causal_lm: PreTrainedModel, as_trained: bool = Tr
     draw = lambda length: torch.randint(0, vocabulary, (length,), generator=generator).tolist()
     prompt = draw(_PROMPT)
     suffixes = [draw(length) for length in _SUFFIXES]
-    with refusing(causal_lm), torch.random.fork_rng():
+    with parity.refusing(causal_lm), torch.random.fork_rng():
         torch.manual_seed(0)
         with evaluating(causal_lm):
             sample = SharedPromptSampler(Sampling(temperature=1.0))
             sampled = sample(causal_lm, [prompt + ids for ids in suffixes], [_SAMPLED] * len(suffixes))
             completions = [ids + completion.ids for ids, completion in zip(suffixes, sampled)]
             tensors, expected = [torch.tensor(ids, device=causal_lm.device) for ids in (prompt, *completions)], []
-            with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
+            with rates_as_loaded(causal_lm), transformers_internals.override_attn_implementation(causal_lm, "eager"):
                 for ids in tensors[1:]:
                     logits = causal_lm(input_ids=torch.cat([tensors[0], ids])[None], use_cache=False).logits
                     logps = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
@@ -299,11 +296,11 @@ def check_shared_prompt_parity(causal_lm: PreTrainedModel, as_trained: bool = Tr
             causal_lm.train(as_trained)
             scores = score_completions(causal_lm, [Prompt(tensors[0], tensors[1:])], temperature=1.0)
             causal_lm.eval()
-            check_distant_tokens(causal_lm)
+            parity.check_distant_tokens(causal_lm)
         of_samples = torch.cat([logps[-_SAMPLED:] for logps in expected]).cpu()
         found = torch.tensor([logp for completion in sampled for logp in completion.logps])
-        compare(causal_lm, "log-probabilities of samples with shared prompts", (found - of_samples).abs())
-        compare(causal_lm, "log-probabilities with shared prompts", (scores.logps - torch.cat(expected)).abs())
+        parity.compare(causal_lm, "log-probabilities of samples with shared prompts", (found - of_samples).abs())
+        parity.compare(causal_lm, "log-probabilities with shared prompts", (scores.logps - torch.cat(expected)).abs())
 
 
 _PROMPTS, _COMPLETION = (13, 4), 6  # tokens
@@ -323,7 +320,7 @@ def check_padding(causal_lm: PreTrainedModel, as_trained: bool = True, samples: 
     vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
     draw = lambda length: torch.randint(0, vocabulary, (length,), generator=generator).tolist()
     longer, shorter = (draw(length + _COMPLETION) for length in _PROMPTS)
-    with refusing(causal_lm, "padded rows", _ADVICE), torch.random.fork_rng(), evaluating(causal_lm):
+    with parity.refusing(causal_lm, "padded rows", _ADVICE), torch.random.fork_rng(), evaluating(causal_lm):
         with rates_as_loaded(causal_lm):
             expected = _logps(causal_lm, [shorter])
         causal_lm.train(as_trained)
@@ -331,14 +328,14 @@ def check_padding(causal_lm: PreTrainedModel, as_trained: bool = True, samples: 
         causal_lm.eval()
         completion = torch.tensor(shorter[-_COMPLETION:], device=found.device)
         differences = (found - expected).gather(-1, completion[:, None]).abs()
-        compare(causal_lm, "log-probabilities of a padded row", differences, _CAUSE)
+        parity.compare(causal_lm, "log-probabilities of a padded row", differences, _CAUSE)
         if samples:
             prompts = [row[:length] for row, length in zip((longer, shorter), _PROMPTS)]
             greedy = Generator(Sampling(temperature=0.0), pad_token_id=0)
             sampled = greedy(causal_lm, prompts, [_COMPLETION] * len(prompts))[-1].ids
             logps = _logps(causal_lm, [prompts[-1] + sampled])
             chosen = logps.gather(-1, torch.tensor(sampled, device=logps.device)[:, None])
-            compare(causal_lm, "samples of a padded prompt", logps.max(-1, keepdim=True).values - chosen, _CAUSE)
+            parity.compare(causal_lm, "samples of a padded prompt", logps.max(-1, keepdim=True).values - chosen, _CAUSE)
 
 
 def _logps(causal_lm: PreTrainedModel, rows: list[list[int]]) -> Tensor:

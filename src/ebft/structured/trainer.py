@@ -15,27 +15,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trl.trainer.utils import pad
 
+from ebft import errors, machine, scores
 from ebft.data.conversation import Conversation
-from ebft.errors import ConfigError, DataError, doing
-from ebft.machine import copy_to
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.monitor.metrics import HeldOutMeans, MeanMetrics
 from ebft.prefix.forward import last_logits
 from ebft.rewards import compute_advantages
-from ebft.scores import perplexities
+from ebft.structured import grpo, scoring
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import Row
-from ebft.structured.grpo import RolloutGRPOTrainer, of_this_process
 from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
-from ebft.structured.scoring import up_to_last
 
 SCALE_EPS = 1e-4  # added to the standard deviation of rewards, as in TRL
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
 
 
-class EBFTTrainer(RolloutGRPOTrainer):
+class EBFTTrainer(grpo.RolloutGRPOTrainer):
     """Trainer for structured EBFT of a causal LM (Jelassi et al. 2026, section 2).
 
     Rows contain `prompt` (text or messages) and `ground_truth` (text), whose length limits the completions
@@ -65,7 +62,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         args = args if args is not None else self.config_class()
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if not (others or args.alignment_coef or args.diversity_coef or args.ce_coef or args.beta):
-            raise ConfigError(
+            raise errors.ConfigError(
                 "alignment_coef: 0 with diversity_coef: 0 and ce_coef: 0: the loss is always 0, so nothing is trained. "
                 "Set one above 0, or add reward_funcs."
             )
@@ -111,7 +108,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             std = rewards.std() if self.scale_rewards == "batch" else rewards.std(-1, keepdim=True)
             advantages = advantages / (std + SCALE_EPS)
         self.log_advantages(advantages.flatten())
-        return of_this_process(self.accelerator, advantages.flatten(), rows)
+        return grpo.of_this_process(self.accelerator, advantages.flatten(), rows)
 
     def _terms(self) -> dict[str, Tensor]:
         match = self.feature_reward.last
@@ -141,7 +138,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             ids.append(torch.tensor(tokens, dtype=torch.long))
             masks.append(torch.tensor(counts, dtype=torch.long) * (index % self._group_size() == 0))
         padded = pad(ids, self.processing_class.pad_token_id), pad(masks)
-        ids, mask = copy_to(self.args.device, *padded)
+        ids, mask = machine.copy_to(self.args.device, *padded)
         return {
             "reference_ids": ids,
             "reference_mask": mask,
@@ -150,7 +147,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
 
     def _labelled(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         if not self.generation.samples_conversations and conversation.generation_prompt_ids != conversation.prompt_ids:
-            raise DataError(
+            raise errors.DataError(
                 "the generation prompt of the chat template opens a block that the rendered reference does not have, "
                 "and with vllm_mode: colocate, tools, environment_factory and rollout_func, completions follow it. Set "
                 "chat_template_kwargs so that both agree (such as enable_thinking: false), or use another chat_template"
@@ -215,7 +212,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         reference, counted = inputs["reference_ids"][rows], inputs["reference_mask"][rows]
         tokens = torch.cat([inputs["prompt_ids"][rows], reference], dim=1)
         # The causal mask already excludes padding after a reference; zeros also exclude it from the positions.
-        after = up_to_last(counted)
+        after = scoring.up_to_last(counted)
         attention_mask = torch.cat([inputs["prompt_mask"][rows], after], dim=1)
         kept = reference.shape[1] + 1 if self.model.training else tokens.shape[1]
         with self.accelerator.autocast():
@@ -236,7 +233,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             return {f"ebft/{name}": mean for name, mean in self._reference_nll.drain(self.accelerator).items()}
         means = {name: mean for part in self._held_out.values() for name, mean in part.means().items()}
         self._held_out = {}
-        means |= perplexities(means)
+        means |= scores.perplexities(means)
         return {f"{self.held_out_completions.prefix}_{name}": mean for name, mean in means.items()}
 
     def running_state(self) -> dict[str, Any]:
@@ -253,7 +250,7 @@ def _sums_of_shared(
     """Return `EBFTTrainer._nll_sums` from log-probabilities (B, R) of references and their sums (B,) over prompts."""
     counted = inputs["reference_mask"]
     has_reference = counted.any(-1)
-    nll_all, count_all = -logps.sum(-1), up_to_last(counted).sum(-1)
+    nll_all, count_all = -logps.sum(-1), scoring.up_to_last(counted).sum(-1)
     if of_prompts is not None:
         nll_all = nll_all - of_prompts * has_reference
         count_all = count_all + (inputs["prompt_mask"].sum(-1) - 1) * has_reference
@@ -282,7 +279,7 @@ def labelled_reference(conversation: Conversation, *, mask_thinking: bool) -> tu
         ids += turn.reference_ids
         thinking = [False] * len(turn.reference_ids)
         if mask_thinking:
-            with doing("finding the tokens of thinking (ebft.mask_thinking_ce), which needs a fast tokenizer"):
+            with errors.doing("finding the tokens of thinking (ebft.mask_thinking_ce), which needs a fast tokenizer"):
                 thinking = list(turn.thinking)
         counts += [int(not inside) for inside in thinking]
     end = conversation.end_id

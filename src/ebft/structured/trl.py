@@ -22,14 +22,11 @@ from torch.utils.data import DataLoader, Sampler
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from ebft.errors import ConfigError
-from ebft.machine import copy_to
+from ebft import errors, machine, printed, trainer
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
-from ebft.printed import all_printable
-from ebft.trainer import OverTrainer
 from ebft.transformers_internals import send_as_in_checkpoint
 
 IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
@@ -38,7 +35,7 @@ _OVER_TOKENS = ("kl", "entropy", "clip_ratio/", "cispo_clip_ratio", "vespo/")  #
 _REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model
 
 
-class OverTRL(OverTrainer, GRPOTrainer):
+class OverTRL(trainer.OverTrainer, GRPOTrainer):
     """GRPOTrainer with hooks in its steps, which counts held-out rows once, and continues within a generation batch.
 
     `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times.
@@ -107,7 +104,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
         pending = [self._pending_metrics.get(name, []) for name in names]
         sums = torch.tensor([[sum(values), len(values)] for values in pending], dtype=torch.float32)
         if names and self.accelerator.num_processes > 1:
-            (sums,) = copy_to(self.accelerator.device, sums)
+            (sums,) = machine.copy_to(self.accelerator.device, sums)
             sums = self.accelerator.gather(sums[None]).sum(0)
         for name, (total, count) in zip(names, sums.tolist()):
             self.log_mean("train" if self.model.training else "eval", name, total / count)
@@ -214,7 +211,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
         if self.log_completions:
             for texts in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
                 for index in range(len(texts)):
-                    texts[index] = all_printable(texts[index])
+                    texts[index] = printed.all_printable(texts[index])
 
     def drop_reward_logs(self, prefix: str) -> None:
         """Discard metrics logged by reward functions whose names start with `prefix`."""
@@ -299,7 +296,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
         if not self.args.sync_ref_model:
             return
         if self._has_sharded_reference:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"Training cannot be resumed from {folder} with trl.sync_ref_model and sharded weights: the reference "
                 "model of this step, which differs from the base model, is not saved. Set trl.sync_ref_model: false, "
                 "or start a new run in another output_dir."

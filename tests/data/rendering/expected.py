@@ -13,6 +13,9 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.data.conftest import assistant as _reply
+from tests.data.conftest import user as _user
+
 TRL = Path(sysconfig.get_paths()["purelib"]) / "trl" / "chat_templates"
 OWN = Path(__file__).parents[3] / "src" / "ebft" / "models" / "templates"
 # The pre-tokeniser of GPT-4 and Qwen: line breaks merge with each other and with spaces before them.
@@ -121,14 +124,6 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list[dict] | None = None
     kwargs: dict | None = None
-
-
-def _user(content):
-    return {"role": "user", "content": content}
-
-
-def _reply(content, **keys):
-    return {"role": "assistant", "content": content, **keys}
 
 
 def _calls(*arguments, content=""):

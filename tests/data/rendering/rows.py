@@ -5,12 +5,7 @@ import warnings
 from functools import cache
 from typing import NamedTuple
 
-from ebft.data.apply import ConfigView, tokeniser
-from ebft.data.conversation import Renderer
-from ebft.data.preferences import PreferenceRow
-from ebft.data.prompts import PromptRow
-from ebft.data.row_counts import Dropped
-from ebft.data.transforms import find_transform
+from ebft.data import apply, conversation, preferences, prompts, row_counts, transforms
 from ebft.run.config.schema import RunConfig
 from tests.data.rendering.expected import Chat, ranges, tokenizer_of
 
@@ -44,8 +39,7 @@ SETTINGS = {
 def config_of(method: str) -> RunConfig:
     keys, type_ = SETTINGS[method]
     values = {"base_model": "unused", "sequence_len": 4000, "datasets": [{"path": "rows.jsonl", "type": type_}], **keys}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return RunConfig.from_dict(values)
 
 
@@ -78,22 +72,22 @@ def rows_of(method: str, name: str, chat: Chat) -> list[Found]:
     """The texts of the row of a conversation: one, or for pairs the chosen and the rejected one. Raises Dropped."""
     config, tokenizer, raw = config_of(method), tokenizer_of(name), raw_row(method, chat)
     if method in ("strided", "sft"):
-        row = kept(tokeniser(config.datasets[0], config, tokenizer)(raw, 0))
+        row = kept(apply.tokeniser(config.datasets[0], config, tokenizer)(raw, 0))
         trained = [label != -100 for label in row["labels"]]
         wrong = [a for a, b in zip(row["labels"], row["input_ids"]) if a not in (-100, b)]
         assert not wrong, f"labels that are not the tokens: {wrong}"
         return [Found(row["input_ids"], ranges(trained), True, is_sampled=method == "strided")]
     if method in ("dpo", "kto"):
-        row = kept(PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw)))
+        row = kept(preferences.PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw)))
         names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)
         start = len(row["prompt_ids"])
         return [Found([*row["prompt_ids"], *row[key]], [(start, start + len(row[key]))]) for key in names]
     if method == "reward_model":
         row = transformed(config, tokenizer, raw)
         return [Found(row[name], []) for name in ("chosen_ids", "rejected_ids")]
-    packed = kept(PromptRow(config, tokenizer)(transformed(config, tokenizer, raw)))
+    packed = kept(prompts.PromptRow(config, tokenizer)(transformed(config, tokenizer, raw)))
     ids, spans = [], []
-    for turn in Renderer(tokenizer).of_row(json.loads(packed["row"])).turns:
+    for turn in conversation.Renderer(tokenizer).of_row(json.loads(packed["row"])).turns:
         ids += turn.lead_ids
         spans.append((len(ids), len(ids) + len(turn.reference_ids)))
         ids += turn.reference_ids
@@ -102,13 +96,13 @@ def rows_of(method: str, name: str, chat: Chat) -> list[Found]:
 
 def kept(row):
     if row["reason"]:
-        raise Dropped(row["reason"])
+        raise row_counts.Dropped(row["reason"])
     return row
 
 
 def transformed(config, tokenizer, raw):
     """What the transform makes of a row; all other columns are removed, as loading does."""
     entry = config.datasets[0]
-    transform_fn, arguments = find_transform(entry.type)(ConfigView(config), dataset=entry)
+    transform_fn, arguments = transforms.find_transform(entry.type)(apply.ConfigView(config), dataset=entry)
     assert arguments["remove_columns"] == "__all__"
     return transform_fn(dict(raw), tokenizer=tokenizer)

@@ -35,8 +35,7 @@ def meant(method, name, kind, outcome):
 
 def outcome(method, name, chat):
     """The texts of a row, or the error; and the warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             found = rows_of(method, name, chat)
         except (DataError, Dropped) as error:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ebft.data.apply import ConfigView
-from ebft.data.transforms import find_transform
+from ebft.data import apply, transforms
 from tests.data.conftest import assistant, user
 
 SYSTEM, HI = {"role": "system", "content": "Be kind."}, user("Hi")
@@ -26,7 +25,7 @@ MULTITURN, REASONING = "ebft_chat_multiturn.transform", "ebft_reasoning.transfor
 def run(make_config, chatml):
     def run(type, row, field=None):
         config = make_config("unused", type, entry={"field": field}, ebft={"mode": "structured"})
-        transform_fn, map_kwargs = find_transform(type)(ConfigView(config), dataset=config.datasets[0])
+        transform_fn, map_kwargs = transforms.find_transform(type)(apply.ConfigView(config), dataset=config.datasets[0])
         assert map_kwargs["remove_columns"] == "__all__"
         found = transform_fn(row, tokenizer=chatml)
         return {key: [each[key] for each in found] for key in found[0]} if map_kwargs.get("many") else found

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ebft.data.rendering import ChatTemplate
-from ebft.data.turns import Places
+from ebft.data import rendering, turns
 from ebft.errors import DataError
 from tests.data.conftest import assistant, tokenised, user
 from tests.structured.conftest import make_chat_tokenizer
@@ -81,10 +80,10 @@ def test_turns_that_cannot_be_found(template, entry, message):
 
 def test_a_chat_of_plain_texts_is_rendered_a_few_times(monkeypatch):
     tokenizer, calls = make_chat_tokenizer(), []
-    apply = ChatTemplate._apply
-    monkeypatch.setattr(ChatTemplate, "_apply", lambda *given: calls.append(len(given[1])) or apply(*given))
+    apply = rendering.ChatTemplate._apply
+    monkeypatch.setattr(rendering.ChatTemplate, "_apply", lambda *given: calls.append(len(given[1])) or apply(*given))
     chat = [message for number in range(100) for message in (user(f"Q{number}"), assistant(f"A {number}"))]
-    found = Places(ChatTemplate(tokenizer), chat)
+    found = turns.Places(rendering.ChatTemplate(tokenizer), chat)
     places = found.turns(range(1, 200, 2))
     assert [found.text[place.start : place.ends] for place in places] == [f"A {number}" for number in range(100)]
     assert sum(calls) < 5 * len(chat)

@@ -285,9 +285,7 @@ def _steps(entry: Any) -> Transform:
         steps, classes = (value_of(example, column) or [] for column in ("completions", "labels"))
         are_lists = isinstance(steps, list) and isinstance(classes, list) and len(steps) == len(classes)
         if not are_lists or not all(isinstance(label, int) for label in classes):
-            raise DataError(
-                "'completions' and 'labels' must be lists of equal length: the steps, and an integer for each."
-            )
+            raise DataError("'completions' and 'labels' must be lists of equal length: steps, and an integer for each.")
         separator = encode(tokenizer, entry.step_separator, special=False)
         completion, labels = [], []
         for number, (step, label) in enumerate(zip(steps, classes)):

@@ -170,9 +170,13 @@ class AdapterSync:
         name = f"{self._run}-step-{step}-{len(self._live)}-{uuid.uuid4().hex[:4]}"
         final = self._root / self._run / name
         partial = final.with_name(f"{name}.partial")
+        weights = partial / SAFETENSORS_WEIGHTS_NAME
         try:
             self._model.save_pretrained(str(partial), selected_adapters=["default"], state_dict=whole)
-            self._name_as_served(partial / SAFETENSORS_WEIGHTS_NAME)
+            base, saved = unwrap_adapter(self._model), load_file(weights)
+            served = {_PEFT + name_in_checkpoint(base, key.removeprefix(_PEFT)): saved[key] for key in saved}
+            if served.keys() != saved.keys():  # of a multimodal model, which the server has whole
+                save_file(served, weights)
             allow_readers(partial)  # the server may run as another user
             os.replace(partial, final)
             self._client.load_adapter(name, str(final))
@@ -182,13 +186,6 @@ class AdapterSync:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return Version(name, str(final), step)
-
-    def _name_as_served(self, path: Path) -> None:
-        """Give the weights the names that they have in a multimodal model, which the server has whole."""
-        base, before = unwrap_adapter(self._model), load_file(path)
-        named = {_PEFT + name_in_checkpoint(base, key.removeprefix(_PEFT)): value for key, value in before.items()}
-        if named.keys() != before.keys():
-            save_file(named, path)
 
     def _check_listed(self, name: str, path: str) -> None:
         """Raise RolloutError if the server does not list the adapter, or lists it with the files of another one."""

@@ -12,11 +12,9 @@ import typer
 from ebft.machine import watch_parent
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.tools import console
+from ebft.tools.cli import prepare, results, training
 from ebft.tools.cli.arguments import ConfigCommand
 from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
-from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
-from ebft.tools.cli.results import evaluate, inference, report, show
-from ebft.tools.cli.training import LaunchingCommand, init, train, tui
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
@@ -36,23 +34,23 @@ def _print_version(asked: bool) -> None:
 _KEYS = "`ebft config` lists all keys of a config with their descriptions. Keys are also options: --learning-rate 1e-5."
 _OVERRIDES: dict[str, Any] = {"cls": ConfigCommand}
 _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
-    (quickstart, "Fine-tune a small model and show the effect.", {}),
-    (init, "Write a config for your data and model.", _OVERRIDES),
-    (train, "Train a model.", {"cls": LaunchingCommand, "epilog": _KEYS}),
-    (preprocess, "Prepare and show the rows of a config.", _OVERRIDES),
-    (evaluate, "Evaluate models on held-out data.", _OVERRIDES),
-    (inference, "Sample from a trained model.", _OVERRIDES),
+    (prepare.quickstart, "Fine-tune a small model and show the effect.", {}),
+    (training.init, "Write a config for your data and model.", _OVERRIDES),
+    (training.train, "Train a model.", {"cls": training.LaunchingCommand, "epilog": _KEYS}),
+    (prepare.preprocess, "Prepare and show the rows of a config.", _OVERRIDES),
+    (results.evaluate, "Evaluate models on held-out data.", _OVERRIDES),
+    (results.inference, "Sample from a trained model.", _OVERRIDES),
     (merge_lora, "Merge an adapter into its base model.", _OVERRIDES),
     (merge_sharded, "Merge a checkpoint that was saved in parts.", {}),
     (quantize, "Quantise a trained model.", _OVERRIDES),
-    (show, "Show the rollouts of a run.", {}),
-    (report, "Write an HTML report of a run.", {}),
-    (tui, "Follow a run in a terminal dashboard.", {}),
+    (results.show, "Show the rollouts of a run.", {}),
+    (results.report, "Write an HTML report of a run.", {}),
+    (training.tui, "Follow a run in a terminal dashboard.", {}),
     (vllm_serve, "Serve a model with vLLM.", {"cls": ServingCommand}),
-    (config, "List all config keys, or check a config file.", _OVERRIDES),
+    (prepare.config, "List all config keys, or check a config file.", _OVERRIDES),
     (fetch, "Download a model, or copy the examples.", {}),
-    (env, "Show versions and machine for a bug report.", _OVERRIDES),
-    (doctor, "Check the installation, and a config before training.", _OVERRIDES),
+    (prepare.env, "Show versions and machine for a bug report.", _OVERRIDES),
+    (prepare.doctor, "Check the installation, and a config before training.", _OVERRIDES),
 )
 for _command, _summary, _settings in _COMMANDS:
     app.command(_command.__name__.replace("_", "-"), short_help=_summary, **_settings)(_command)

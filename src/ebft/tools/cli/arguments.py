@@ -187,14 +187,10 @@ def argument(metavar: str, text: str, complete: Callable[..., list[str]] | None 
 
 ConfigFile = Annotated[Path, argument("CONFIG", "The YAML config file.")]
 RunFolder = Annotated[Path, argument("FOLDER", "The output_dir of a run, running or ended.")]
-ConfigOrFolder = Annotated[
-    Path, argument("CONFIG|FOLDER", "The config of the run, or the folder of a model or an adapter.")
-]
+ConfigOrFolder = Annotated[Path, argument("CONFIG|FOLDER", "A config, or the folder of a model or an adapter.")]
 Overrides = Annotated[
     list[str] | None,
-    argument(
-        "[KEY=VALUE]...", "Values that override the config file, also as --key VALUE.", complete=complete_override
-    ),
+    argument("[KEY=VALUE]...", "Values that override the config, also as --key VALUE.", complete=complete_override),
 ]
 BaseModel = Annotated[
     str | None,

@@ -35,9 +35,7 @@ def merge_lora(
     ] = None,
     max_shard_size: Annotated[
         str | None,
-        option(
-            "SIZE", "Largest size of a file of weights, such as 5GB or 500MB. Default: the files of the base model."
-        ),
+        option("SIZE", "Largest size of a file of weights, such as 5GB. Default: the files of the base model."),
     ] = None,
     base_model: shared.BaseModel = None,
     lora_model_dir: shared.LoraModelDir = None,
@@ -47,11 +45,10 @@ def merge_lora(
     The weights are read, merged and written one at a time, so the memory needed is the adapter and about twice
     the largest weight. A merge that was interrupted continues with the next shard when the same command is run again.
 
+    \b
     Examples:
-
-    ebft merge-lora run.yaml
-
-    ebft merge-lora outputs/run --output merged --max-shard-size 2GB
+      ebft merge-lora run.yaml
+      ebft merge-lora outputs/run --output merged --max-shard-size 2GB
     """
     config, folder = config_and_model(source, overrides, lora_model_dir)
     say_loading()
@@ -85,9 +82,7 @@ def merge_sharded(
     ] = None,
     base_model: Annotated[
         str | None,
-        option(
-            "MODEL", "The model that was trained, for a checkpoint of another program without config and tokenizer."
-        ),
+        option("MODEL", "The trained model, for a checkpoint of another program without config and tokenizer."),
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest size of a file of weights, such as 5GB.")
@@ -98,11 +93,10 @@ def merge_sharded(
     For checkpoints of runs with fsdp_config.state_dict_type: SHARDED_STATE_DICT. The result has the same files as a
     checkpoint that was saved whole, and can be loaded with from_pretrained. The whole model must fit in memory.
 
+    \b
     Examples:
-
-    ebft merge-sharded outputs/run/checkpoint-100
-
-    ebft merge-sharded outputs/run/checkpoint-100 --output models/run-100
+      ebft merge-sharded outputs/run/checkpoint-100
+      ebft merge-sharded outputs/run/checkpoint-100 --output models/run-100
     """
     say_loading()
     from ebft.tools.export.checkpoint import merge_sharded  # imports torch
@@ -151,13 +145,11 @@ def quantize(
     The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora). The
     options take precedence over the section quantization of a config.
 
+    \b
     Examples:
-
-    ebft quantize run.yaml
-
-    ebft quantize run.yaml --output outputs/int4 --weight-dtype int4 --activation-dtype int8
-
-    ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
+      ebft quantize run.yaml
+      ebft quantize run.yaml --output outputs/int4 --weight-dtype int4 --activation-dtype int8
+      ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
     """
     config, folder = config_and_model(source, overrides)
     if config is None and text is None:
@@ -222,15 +214,12 @@ def fetch(
     Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch
     smollm2-135m)
 
+    \b
     Examples:
-
-    ebft fetch smollm2-135m
-
-    ebft fetch examples
-
-    ebft fetch deepspeed_configs
-
-    ebft fetch models/some-model.gguf --output models/some-model
+      ebft fetch smollm2-135m
+      ebft fetch examples
+      ebft fetch deepspeed_configs
+      ebft fetch models/some-model.gguf --output models/some-model
     """
     to = output or folder or (Path(name) if name in COPIED else None)
     if name is None:
@@ -284,15 +273,12 @@ def vllm_serve(
 ) -> None:
     """Serve the model of a config with vLLM, for training in structured mode.
 
+    \b
     Examples:
-
-    ebft vllm-serve run.yaml
-
-    ebft vllm-serve run.yaml vllm.port=8001 vllm.max_model_len=4096
-
-    ebft vllm-serve run.yaml --port 8001 --max-model-len 4096
-
-    CUDA_VISIBLE_DEVICES=1 ebft vllm-serve run.yaml vllm.python=vllm-env/bin/python
+      ebft vllm-serve run.yaml
+      ebft vllm-serve run.yaml vllm.port=8001 vllm.max_model_len=4096
+      ebft vllm-serve run.yaml --port 8001 --max-model-len 4096
+      CUDA_VISIBLE_DEVICES=1 ebft vllm-serve run.yaml vllm.python=vllm-env/bin/python
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_IN_TRAINING)

@@ -57,17 +57,13 @@ def doctor(
     config allows. Reported are the peak memory of each phase, whether the step fits, what to change if it does not,
     and the least time that it can take. The model needs its config.json only. This takes a minute or more.
 
+    \b
     Examples:
-
-    ebft doctor
-
-    ebft doctor run.yaml
-
-    ebft doctor run.yaml micro_batch_size=4 --no-step
-
-    ebft doctor run.yaml --for h100
-
-    ebft doctor run.yaml sequence_len=4096 --memory 24GiB
+      ebft doctor
+      ebft doctor run.yaml
+      ebft doctor run.yaml micro_batch_size=4 --no-step
+      ebft doctor run.yaml --for h100
+      ebft doctor run.yaml sequence_len=4096 --memory 24GiB
     """
     console, levels = safe_console(soft_wrap=True), Counter()
     plans = card is not None or memory is not None
@@ -110,13 +106,11 @@ def env(
 
     Values of tokens, keys and passwords are not shown.
 
+    \b
     Examples:
-
-    ebft env
-
-    ebft env run.yaml
-
-    ebft env --json
+      ebft env
+      ebft env run.yaml
+      ebft env --json
     """
     python = None if config is None else load_config(config, overrides or []).vllm.python
     found = environment(python)
@@ -148,15 +142,12 @@ def config(
 ) -> None:
     """List all config keys with their descriptions, or check a config file.
 
+    \b
     Examples:
-
-    ebft config
-
-    ebft config lora
-
-    ebft config run.yaml learning_rate=1e-5
-
-    ebft config --json-schema > ebft.schema.json
+      ebft config
+      ebft config lora
+      ebft config run.yaml learning_rate=1e-5
+      ebft config --json-schema > ebft.schema.json
     """
     if json_schema:
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
@@ -225,13 +216,11 @@ def preprocess(
     Rows are loaded, transformed and tokenised, and stored in dataset_prepared_path (default: last_run_prepared).
     Training with the same dataset_prepared_path uses them if data, transforms, tokenizer and settings are the same.
 
+    \b
     Examples:
-
-    ebft preprocess run.yaml dataset_prepared_path=prepared
-
-    ebft preprocess run.yaml --debug
-
-    ebft preprocess run.yaml --count 20 --html rows.html
+      ebft preprocess run.yaml dataset_prepared_path=prepared
+      ebft preprocess run.yaml --debug
+      ebft preprocess run.yaml --count 20 --html rows.html
     """
     run_config = load_config(config, overrides or [])
     check_types(run_config)
@@ -302,15 +291,12 @@ def quickstart(
     After an interruption, the same command uses the fetched model and the data again (with --model tiny, also the
     pretrained base model), and repeats the other phases.
 
+    \b
     Examples:
-
-    ebft quickstart
-
-    ebft quickstart --model tiny
-
-    ebft quickstart --model my/model --seed 1 --output outputs/mine
-
-    ebft quickstart --method sft
+      ebft quickstart
+      ebft quickstart --model tiny
+      ebft quickstart --model my/model --seed 1 --output outputs/mine
+      ebft quickstart --method sft
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     say("Loading PyTorch ...")

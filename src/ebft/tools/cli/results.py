@@ -49,9 +49,7 @@ def show(
             names=("--count", "-n"),
         ),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show whole prompts instead of their last 400 characters.")] = (
-        False
-    ),
+    full: Annotated[bool, typer.Option("--full", help="Show whole prompts, not their last 400 characters.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Browse in a pager.")] = False,
 ) -> None:
@@ -59,13 +57,11 @@ def show(
 
     A run stores few of its rollouts by default, and every one of training with log_rollouts: all.
 
+    \b
     Examples:
-
-    ebft show outputs/run
-
-    ebft show outputs/run --worst --sort alignment --count 20
-
-    ebft show outputs/run --step 10 --best --json
+      ebft show outputs/run
+      ebft show outputs/run --worst --sort alignment --count 20
+      ebft show outputs/run --step 10 --best --json
     """
     check_rollouts(folder)
     order = "worst" if worst else "best" if best or sort else "newest"
@@ -105,11 +101,10 @@ def report(
 
     `ebft train` writes it at the end of a run. The page is a single file without external resources.
 
+    \b
     Examples:
-
-    ebft report outputs/run
-
-    ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
+      ebft report outputs/run
+      ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
     """
     check_run(folder)
     if evaluation is not None and not _is_evaluation(evaluation):
@@ -145,11 +140,10 @@ def evaluate(
     All models are evaluated on the same documents, with the same random numbers, in the feature space of the config's
     base_model.
 
+    \b
     Examples:
-
-    ebft evaluate run.yaml --model outputs/run --model outputs/sft --output result.json
-
-    ebft evaluate run.yaml evaluation.samples=8 --metric my_module.passes_tests
+      ebft evaluate run.yaml --model outputs/run --model outputs/sft --output result.json
+      ebft evaluate run.yaml evaluation.samples=8 --metric my_module.passes_tests
     """
     run_config = load_config(config, overrides or [])
     if metric:
@@ -221,13 +215,11 @@ def inference(
     Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal.
     The model answers in its chat format if its tokenizer has a chat template and it was not trained on plain text.
 
+    \b
     Examples:
-
-    ebft inference run.yaml
-
-    ebft inference outputs/run --prompt "What is a monad?" --compare
-
-    ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
+      ebft inference run.yaml
+      ebft inference outputs/run --prompt "What is a monad?" --compare
+      ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
     """
     config, folder = config_and_model(source, overrides, lora_model_dir)
     asked = sys.stdin.read().rstrip("\n") if prompt is None and not sys.stdin.isatty() else prompt

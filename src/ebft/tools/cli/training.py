@@ -61,13 +61,11 @@ def init(
     memory of this machine. The config evaluates on held-out rows, saves checkpoints and keeps the best one. In a
     terminal, init asks for what is not given.
 
+    \b
     Examples:
-
-    ebft init my_rows.jsonl --model smollm2-135m
-
-    ebft init texts/ --model Qwen/Qwen2.5-0.5B --method sft --output sft.yaml
-
-    ebft init pairs.parquet --model my/model learning_rate=1e-5
+      ebft init my_rows.jsonl --model smollm2-135m
+      ebft init texts/ --model Qwen/Qwen2.5-0.5B --method sft --output sft.yaml
+      ebft init pairs.parquet --model my/model learning_rate=1e-5
     """
     # A path may contain `=` if it exists.
     overrides = [word for word in words or [] if "=" in word and not Path(word).exists()]
@@ -223,9 +221,7 @@ def train(
     ] = MOST_RUNS,
     dry_run: Annotated[
         bool,
-        _launch_option(
-            None, "Print the command that starts the processes, or the runs of a sweep, and exit.", names="--dry-run"
-        ),
+        _launch_option(None, "Print the command of the processes or the runs of a sweep, and exit.", names="--dry-run"),
     ] = False,
     launcher: Annotated[
         Literal["accelerate", "torchrun", "python"] | None,
@@ -237,9 +233,7 @@ def train(
     ] = None,
     num_processes: Annotated[
         int | None,
-        _launch_option(
-            "N", "Number of processes on all machines together. Default: one per visible GPU, one on CPU.", min=1
-        ),
+        _launch_option("N", "Processes on all machines together. Default: one per visible GPU, one on CPU.", min=1),
     ] = None,
     num_machines: Annotated[
         int | None, _launch_option("N", "Number of machines; the command runs on each machine. Default: 1.", min=1)
@@ -267,23 +261,16 @@ def train(
     Without a config, --model and --data are trained with the config that `ebft init` proposes for them, which is
     written to train.yaml in output_dir.
 
+    \b
     Examples:
-
-    ebft train run.yaml
-
-    ebft train run.yaml ebft.stride=4 learning_rate=1e-5
-
-    ebft train run.yaml --ebft.stride 4 --learning-rate 1e-5
-
-    ebft train --model smollm2-135m --data my_rows.jsonl num_epochs=1
-
-    ebft train run.yaml --tui
-
-    ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
-
-    ebft train run.yaml --num-processes 2
-
-    ebft train run.yaml --sweep sweep.yaml
+      ebft train run.yaml
+      ebft train run.yaml ebft.stride=4 learning_rate=1e-5
+      ebft train run.yaml --ebft.stride 4 --learning-rate 1e-5
+      ebft train --model smollm2-135m --data my_rows.jsonl num_epochs=1
+      ebft train run.yaml --tui
+      ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
+      ebft train run.yaml --num-processes 2
+      ebft train run.yaml --sweep sweep.yaml
     """
     join_launch()
     config, overrides = _config_and_overrides(config, overrides or [], model, data or [], method, dry_run)
@@ -415,11 +402,10 @@ def tui(folder: shared.RunFolder) -> None:
 
     Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
 
+    \b
     Examples:
-
-    ebft tui outputs/run
-
-    ebft train run.yaml --tui
+      ebft tui outputs/run
+      ebft train run.yaml --tui
     """
     check_terminal("ebft tui")
     check_run(folder)

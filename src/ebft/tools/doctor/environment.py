@@ -21,9 +21,7 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
-from ebft.errors import EBFTError, told
-from ebft.machine import LAUNCHER, installed_version, memory_bytes
-from ebft.printed import is_secret_variable, without_secrets_in_text
+from ebft import errors, machine, printed
 
 PACKAGE = Path(str(files("ebft")))
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -35,7 +33,7 @@ _PREFIXES = (
     *("ACCELERATE_", "CUDA", "CUBLAS_", "DEEPSPEED_", "EBFT_", "FSDP_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "NCCL_"),
     *("NVIDIA_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRACKIO_", "TRITON_", "VLLM_", "WANDB_"),
 )
-_NAMES = (*LAUNCHER, "PYTHONPATH", "VIRTUAL_ENV")
+_NAMES = (*machine.LAUNCHER, "PYTHONPATH", "VIRTUAL_ENV")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
 # Distributions of vLLM; importing it to ask for its version would take half a minute.
 _VLLM_VERSION = """
@@ -62,15 +60,15 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
     return {
         "ebft": {"version": version("ebft"), "commit": _commit(), "path": str(PACKAGE)},
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "packages": {name: installed_version(name) for name in PACKAGES}
-        | {name: found for name in OPTIONAL if (found := installed_version(name)) is not None},
+        "packages": {name: machine.installed_version(name) for name in PACKAGES}
+        | {name: found for name in OPTIONAL if (found := machine.installed_version(name)) is not None},
         "vllm interpreter": vllm_python and {"python": vllm_python, "vllm": interpreter or "cannot be run"},
         "system": {
             "os": platform.platform(),
             "cpus": os.cpu_count(),
             "usable cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "processor": processor(),
-            "memory (GiB)": _gib(memory_bytes()),
+            "memory (GiB)": _gib(machine.memory_bytes()),
         },
         "devices": devices,
         "cuda": {"torch built with": torch.version.cuda, "driver": driver.splitlines()[0] if driver else None},
@@ -98,7 +96,7 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
     names += [name for name in variables if name.upper() in _PROXIES]
     hidden = lambda value: "(set, not shown)" if value else "(empty)"
     return {
-        name: hidden(value) if is_secret_variable(name, value) else without_secrets_in_text(value)
+        name: hidden(value) if printed.is_secret_variable(name, value) else printed.without_secrets_in_text(value)
         for name in sorted(set(names))
         for value in [variables[name]]
     }
@@ -160,7 +158,7 @@ def check_installation() -> Iterator[Check]:
         own = [line for line in lines if line not in required and line.marker.evaluate({"extra": extra})]
         if not own or any(line.name == "ebft" for line in own):  # it consists of others
             continue
-        missing = [line.name for line in own if installed_version(line.name) is None]
+        missing = [line.name for line in own if machine.installed_version(line.name) is None]
         problems = _problems(line for line in own if line.name not in missing)
         for problem in problems:
             yield Check("warning", f"extra {extra}", problem)
@@ -173,7 +171,7 @@ def _problems(lines: Iterable[Requirement]) -> list[str]:
     """A message for each requirement that is not met."""
     found = []
     for line in lines:
-        current = installed_version(line.name)
+        current = machine.installed_version(line.name)
         if current is None or not line.specifier.contains(current, prereleases=True):
             state = f"version {current} is installed, but {line.specifier} is required" if current else "not installed"
             found.append(f"{line.name}: {state}. Run pip install '{line.name}{line.specifier}'.")
@@ -201,13 +199,12 @@ class Attempt:
         self, name: str, function: Callable[..., Any], *args: Any, ok: str | Callable[[Any], str] = ""
     ) -> None:
         self.result, self.failed, error = None, False, []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True, action="ignore") as caught:
             warnings.filterwarnings("always", category=UserWarning)
             try:
                 self.result = function(*args)
             except Exception as found:
-                said = str(found) if isinstance(found, EBFTError) else told(found)
+                said = str(found) if isinstance(found, errors.EBFTError) else errors.told(found)
                 self.failed, error = True, [Check("error", name, said)]
         ours = [warning for warning in caught if f"{os.sep}torch{os.sep}" not in warning.filename]
         texts = dict.fromkeys(str(warning.message) for warning in ours)

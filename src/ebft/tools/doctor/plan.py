@@ -367,9 +367,8 @@ def _candidates(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def planned(config: RunConfig, name: str, card: Card) -> Iterator[Check]:
     """Yield the plan of a config on a card as lines of the report; an error if the step does not fit."""
-    yield from (
-        found := Attempt("model", model_config_of, config, ok=lambda model: f"{config.base_model} by {model[1]}")
-    )
+    found = Attempt("model", model_config_of, config, ok=lambda model: f"{config.base_model} by {model[1]}")
+    yield from found
     if found.failed:
         return
     model_config, limit = found.result[0], room(card, config)

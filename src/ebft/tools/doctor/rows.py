@@ -147,9 +147,7 @@ def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, 
         yield Check("warning", "sequence_len", text)
     elif 2 * longest < limit:
         enough = f"sequence_len: {2 ** math.ceil(math.log2(longest + 1))} is enough"
-        yield Check(
-            "ok", "sequence_len", f"{limit} is over twice the longest training row ({longest:,} tokens): {enough}"
-        )
+        yield Check("ok", "sequence_len", f"{limit} is over twice the longest row ({longest:,} tokens): {enough}")
 
 
 def completions_of(row: dict[str, Any]) -> list[str]:

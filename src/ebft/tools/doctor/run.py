@@ -29,12 +29,9 @@ from ebft.models.pretrained import find_base_model, load_tokenizer
 from ebft.monitor.metrics import ConsoleMetrics
 from ebft.prefix.forward import way_of
 from ebft.printed import duration, say
-from ebft.run.checkpoints import checkpoints_kept, disk_need, find_checkpoints, rehearse
-from ebft.run.checks import check_machine, check_runnable
+from ebft.run import checkpoints, checks, reporting, training
 from ebft.run.config.schema import RunConfig
-from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments
-from ebft.run.training import arranged, make_output_dir, run_rows, servers
 from ebft.serving.command import find_interpreter
 from ebft.serving.server import await_ready
 from ebft.tools.doctor import rows as of_rows
@@ -47,9 +44,9 @@ _SERVER_TIMEOUT = 5.0  # seconds
 
 def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     """Yield the checks of a valid config; `step` also loads the model and runs one training step."""
-    yield from (settings := Attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}"))
+    yield from (settings := Attempt("settings", checks.check_runnable, config, ok=f"valid for {config.method.name}"))
     devices = f"devices {', '.join(this_machine().devices)}"
-    yield from (machine := Attempt("machine", check_machine, config, this_machine(), ok=devices))
+    yield from (machine := Attempt("machine", checks.check_machine, config, this_machine(), ok=devices))
     named = lambda used: f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
     yield from (packages := Attempt("packages of this config", _check_packages, config, ok=named))
     found = lambda: (find_base_model(config), load_model_config(config))
@@ -70,14 +67,14 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         yield from (server := Attempt("server", _check_server, config, ok=str))
         needed_for_step.append(server)
     of_run = lambda found: str(found.resumable or found.newest or "a new run")
-    yield from Attempt("checkpoint", find_checkpoints, config, ok=of_run)
+    yield from Attempt("checkpoint", checkpoints.find_checkpoints, config, ok=of_run)
     if config.hub_model_id:
         has_token = get_token() is not None  # the repository is created when training starts
         text = "logged in" if has_token else f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`"
         yield Check("ok" if has_token else "error", "hub", text)
     free, existing = free_disk(config.output_dir)
     writable = f"{config.output_dir} is writable, {gib(free)} free"
-    yield from Attempt("output_dir", make_output_dir, existing, ok=writable)
+    yield from Attempt("output_dir", training.make_output_dir, existing, ok=writable)
     if model.failed or data is None or data.failed:
         what, done = ("step", "run") if step else ("memory", "estimated")
         yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
@@ -89,8 +86,8 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         for check in memory_checks(memory.result):
             yield check
             exceeded = exceeded or check.level == "error"
-        kept, now = checkpoints_kept(config, data.result.count or 0), memory.result.now
-        problem, text = disk_need(config, now.gradients, now.checkpoint, kept)
+        kept, now = checkpoints.checkpoints_kept(config, data.result.count or 0), memory.result.now
+        problem, text = checkpoints.disk_need(config, now.gradients, now.checkpoint, kept)
         yield Check("ok" if problem is None else "error", "disk", problem or text)
     if not step:
         return
@@ -108,7 +105,7 @@ def _check_packages(config: RunConfig) -> list[str]:
         used.append("bitsandbytes")
     if (attention := usable_attention(config.attn_implementation)) is not None:
         used.append(f"{attention} attention")
-    used += [name for name in trackers(config) if name != "none"]
+    used += [name for name in reporting.trackers(config) if name != "none"]
     if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is not None:
         used.append("deepspeed")
     return used
@@ -130,8 +127,8 @@ class _Data(NamedTuple):
 
 
 def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
-    rows = run_rows(config, tokenizer)
-    train, evaluation = arranged(config, rows, model_config)
+    rows = training.run_rows(config, tokenizer)
+    train, evaluation = training.arranged(config, rows, model_config)
     if config.streaming:  # all rows have the same length
         rows_of_step = list(islice(train.rows(), of_rows.rows_per_step(config)))
         count, longest, counts = None, LongestRows(rows_of_step, (), config.sequence_len), {}
@@ -202,9 +199,7 @@ _MOST_MICRO_BATCHES = 2  # the second one has the gradients of the first in memo
 # Keys that save, evaluate, report or end early, and their values for the step.
 _NOTHING_SAVED: dict[str, Any] = {
     **dict.fromkeys(("save_steps", "saves_per_epoch", "resume_from_checkpoint", "hub_model_id", "report_to")),
-    **dict.fromkeys(
-        [f"use_{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow", "comet", "swanlab")], False
-    ),
+    **dict.fromkeys(reporting.ASKED, False),
     "max_steps": 1,
     "save_strategy": "no",
     "load_best_model_at_end": False,
@@ -224,7 +219,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
         pass
     with tempfile.TemporaryDirectory(prefix="ebft-doctor-") as folder:
         config = without_output(config, folder)
-        with servers(config, folder) as server:
+        with training.servers(config, folder) as server:
             args = training_arguments(config, rows=len(rows), has_eval=False)
             args.disable_tqdm = True
             with memory.phase("model"):
@@ -238,7 +233,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
                 setattr(trainer, method, memory.phase(name)(getattr(trainer, method)))
             trainer.remove_callback(ConsoleMetrics)
             trainer.add_callback(OptimizerPhase(memory))
-            rehearse(config, trainer)
+            checkpoints.rehearse(config, trainer)
             with memory.phase("loss and backward"):
                 trainer.train()
             values = [value for state in trainer.optimizer.state.values() for value in state.values()]

@@ -15,11 +15,8 @@ from ebft.catalog import base_name, is_gguf, lasting_name
 from ebft.errors import ConfigError, ModelError, prefixed, warn
 from ebft.features import FeatureNetwork
 from ebft.files import ADAPTER_CONFIG as ADAPTER_FILE
+from ebft.models import causal_lm, load, pretrained, weight_files
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.load import check_sequence_len, load_base_model, load_model_config
-from ebft.models.pretrained import find_model, pretrained_tokenizer
-from ebft.models.weight_files import refuse_parts
 from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:
@@ -55,29 +52,27 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
         if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
             raise ModelError(f"--model {folder} contains no model. {hint}")
         with prefixed(f"--model {folder}"):
-            refuse_parts(folder)
-        _check_tokenizer(find_model(name, "--model"), tokenizer)
+            weight_files.refuse_parts(folder)
+        _check_tokenizer(pretrained.find_model(name, "--model"), tokenizer)
     adapter, base = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
         raise ModelError(f"--model {name}: {type(adapter).__name__} adds virtual tokens, which is not supported.")
     if _same_model(config, base):
         return
     with prefixed(f"--model {name}", ModelError):
-        size = load_model_config(_of_base(config, base)).get_text_config().vocab_size
+        size = load.load_model_config(_of_base(config, base)).get_text_config().vocab_size
     if base != name and _has_tokenizer(name):
         return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
-    _check_tokenizer(find_model(base, "--model"), tokenizer)
+    _check_tokenizer(pretrained.find_model(base, "--model"), tokenizer)
     if size < len(tokenizer):
-        raise ModelError(
-            f"--model {name}: its vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}."
-        )
+        raise ModelError(f"--model {name}: vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}.")
 
 
 def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:
     """Raise ConfigError if the longest document, of `longest` tokens, exceeds the positions of a model."""
     for name in (config.base_model, *names):
         base = name if _same_model(config, name) else _adapter_of(name)[1]
-        check_sequence_len(config.sequence_len, load_model_config(_of_base(config, base)), base, longest)
+        load.check_sequence_len(config.sequence_len, load.load_model_config(_of_base(config, base)), base, longest)
 
 
 def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
@@ -86,16 +81,16 @@ def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBas
     change its weights, both share the weights. Raises ModelError if the model cannot be loaded."""
     adapter, base = _adapter_of(name)
     if adapter is None:
-        policy = load_base_model(_of_base(config, base), tokenizer)
+        policy = load.load_base_model(_of_base(config, base), tokenizer)
     else:
         with prefixed(f"--model {name}, an adapter of {base}"):
-            policy = load_saved_adapter(load_base_model(_of_base(config, base), tokenizer), name, len(tokenizer))
+            policy = load_saved_adapter(load.load_base_model(_of_base(config, base), tokenizer), name, len(tokenizer))
     policy = placed(policy).eval().requires_grad_(False)
     ebft = config.ebft
     if keeps_base(adapter) and _same_model(config, base):
         network = FeatureNetwork(policy, ebft.feature_layers, ebft.embed_method, copy=False)
     else:
-        frozen = placed(load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
+        frozen = placed(load.load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
         network = FeatureNetwork(frozen, ebft.feature_layers, ebft.embed_method, copy=False)
     return Subject(policy, network)
 
@@ -113,7 +108,7 @@ def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError if the model was saved with another tokenizer than the config's base model."""
     if not is_gguf(name) and not _has_tokenizer(name):
         return  # an adapter without tokenizer files, or a hub id
-    own = pretrained_tokenizer(name)
+    own = pretrained.pretrained_tokenizer(name)
     if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
         raise ModelError(f"--model {name}: its tokenizer differs from the tokenizer of base_model. Evaluate it apart.")
 
@@ -124,7 +119,7 @@ def _has_tokenizer(name: str) -> bool:
 
 def placed(model: nn.Module, device: str | None = None) -> nn.Module:
     """Move the model to `device`, or else to the accelerator if available; a model with a device map is not moved."""
-    if getattr(unwrap_adapter(model), "hf_device_map", None) is not None:  # set by transformers
+    if getattr(causal_lm.unwrap_adapter(model), "hf_device_map", None) is not None:  # set by transformers
         return model
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

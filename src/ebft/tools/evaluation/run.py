@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,13 @@ class PromptMeasure:
                 has_reference(row) and len(talk.prompt_ids) + len(talk.reference_ids) < limit
                 for row, talk in zip(rows, conversations)
             ]
-            for document, conversation, has_room in zip(documents, conversations, compared):
-                if has_room:
-                    self._add_cross_entropy(document, conversation)
+            for document, talk in compress(zip(documents, conversations), compared):
+                ids, counts = labelled_reference(talk, mask_thinking=self.task.config.ebft.mask_thinking_ce)
+                (nll,) = token_nll(self.subject.policy, [talk.prompt_ids + ids])
+                of_reference, counted = nll[len(nll) - len(ids) :], torch.tensor(counts)
+                self.scores.add("ce_loss", [document], [(of_reference * counted).sum()], [counted.sum()])
+                self.scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
+                self._add_positions("reference_nll", document, of_reference)
             sampled = self.completions.sample(asked, f"batch {number}")
             greedy = self.completions.greedy(asked) if metrics else [None] * len(rows)
             found = zip(rows, documents, conversations, compared, sampled, greedy)
@@ -175,14 +180,6 @@ class PromptMeasure:
         for name, found in (("rollout_nll", token_nll(self.subject.policy, sequences)), ("rollout_nll_base", by_base)):
             for rollout, nll in zip(rollouts, found):
                 self._add_positions(name, document, nll[len(nll) - len(rollout.ids) :])
-
-    def _add_cross_entropy(self, document: int, conversation: Conversation) -> None:
-        ids, counts = labelled_reference(conversation, mask_thinking=self.task.config.ebft.mask_thinking_ce)
-        (nll,) = token_nll(self.subject.policy, [conversation.prompt_ids + ids])
-        of_reference, counted = nll[len(nll) - len(ids) :], torch.tensor(counts)
-        self.scores.add("ce_loss", [document], [(of_reference * counted).sum()], [counted.sum()])
-        self.scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
-        self._add_positions("reference_nll", document, of_reference)
 
     def _add_positions(self, name: str, document: int, nll: Tensor) -> None:
         for position, value in enumerate(nll.tolist()):

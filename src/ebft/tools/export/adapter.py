@@ -24,11 +24,8 @@ from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
+from ebft.models import adapter_targets, load, pretrained, weight_files
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
-from ebft.models.adapter_targets import fused_experts
-from ebft.models.load import weights_dtype
-from ebft.models.pretrained import REWRITE_BASE
-from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
@@ -67,7 +64,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
     if config.peft_type != PeftType.LORA:  # AdaLoRA has a LoraConfig too
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
     initial = config.init_lora_weights
-    if isinstance(initial, str) and initial.lower().startswith((*REWRITE_BASE, "mica")):
+    if isinstance(initial, str) and initial.lower().startswith((*pretrained.REWRITE_BASE, "mica")):
         raise ModelError(
             f"{folder} was initialised with init_lora_weights={initial!r}, which modified the base weights. Convert it "
             "with PEFT first: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
@@ -81,8 +78,8 @@ def read_lora_config(folder: Path) -> LoraConfig:
 
 def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
     """The adapter's weights. Raises ModelError if they are damaged, or the file contains more than tensors."""
-    path = adapter_file(folder)
-    with WeightFiles([path]) as file:
+    path = weight_files.adapter_file(folder)
+    with weight_files.WeightFiles([path]) as file:
         return {name: file.read(name) for name in check_tensors(path)}
 
 
@@ -225,16 +222,14 @@ class BitsAndBytesRounding:
     """
 
     def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
-        self._settings, self._dtype = settings, weights_dtype(settings)
-        with doing(
-            "importing bitsandbytes, as the adapter was trained on quantised weights (pip install 'ebft[qlora]')"
-        ):
+        self._settings, self._dtype = settings, load.weights_dtype(settings)
+        with doing("importing bitsandbytes: the adapter was trained on quantised weights (pip install 'ebft[qlora]')"):
             self._functional = import_module("bitsandbytes.functional")
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         is_within = lambda name, other: name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
         self._names = {f"{name}.weight" for name in linear if not any(is_within(name, other) for other in kept)}
-        self._names |= {*fused_experts(model)} if settings.quantize_moe_experts else set()
+        self._names |= {*adapter_targets.fused_experts(model)} if settings.quantize_moe_experts else set()
 
     def covers(self, name: str) -> bool:
         """Whether a parameter of the model is quantised."""

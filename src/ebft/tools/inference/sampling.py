@@ -78,10 +78,7 @@ class Sampler:
             config = self.options.generation_config(model)
             if self.positions is not None:
                 if len(ids) >= self.positions:
-                    raise DataError(
-                        f"The prompt has {len(ids)} tokens, but the model has {self.positions} positions. Use a "
-                        "shorter prompt."
-                    )
+                    raise DataError(f"The prompt has {len(ids)} tokens, but the model has {self.positions} positions.")
                 config.max_new_tokens = min(config.max_new_tokens, self.positions - len(ids))
             config.suppress_tokens = list(unknown_ids(model, self.loaded.tokenizer)) or config.suppress_tokens
             config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
@@ -156,8 +153,7 @@ class Scorer:
         length, positions = len(row.prompt_ids) + len(row.reference_ids), self._sampler.positions
         if positions is not None and length > positions:
             raise DataError(
-                f"The prompt and the reference have {length} tokens, but the model has {positions} positions. Use "
-                "shorter ones."
+                f"The prompt and the reference have {length} tokens, but the model has {positions} positions."
             )
         ids = self._sampler.reply_ids(prompt, base, n)
         rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)

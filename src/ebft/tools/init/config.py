@@ -106,9 +106,8 @@ def _read(
         given_type = {key: entry[key] for key in entry.keys() & {"type"}}
         shapes.append(shape_of_type(given_type) if given_type else shape_of(rows, entry["path"], template))
     fits = lambda method, shape: method.rows in shape.entries and (shape.has_references or not method.needs_reference)
-    fitting = {
-        name: method_named(name) for name in named_methods() if all(fits(method_named(name), shape) for shape in shapes)
-    }
+    methods = {name: method_named(name) for name in named_methods()}
+    fitting = {name: method for name, method in methods.items() if all(fits(method, shape) for shape in shapes)}
     if not fitting:
         words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
         raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")

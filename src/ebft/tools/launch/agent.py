@@ -24,18 +24,8 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any, NoReturn
 
+from ebft import machine
 from ebft.errors import ConfigError, LaunchError, cause, doing
-from ebft.machine import (
-    COMMAND_FILE,
-    ERROR_FILE,
-    FAILED_FILE,
-    LAUNCH_FOLDER,
-    LAUNCH_PARENT,
-    SIGNALS,
-    passed_on,
-    received_signals,
-    typed_command,
-)
 from ebft.printed import say
 from ebft.tools.launch.plan import ACCELERATE, PORT, RAY, Plan
 
@@ -60,13 +50,14 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         from torch.distributed.run import run
     with tempfile.TemporaryDirectory(prefix="ebft-launch-", ignore_cleanup_errors=True) as created:
         folder = Path(created)
-        command = typed_command(["ebft", *words, *plan.options.words()])
-        (folder / COMMAND_FILE).write_text(json.dumps(command), encoding="utf-8")
-        variables = launcher_environment(plan) | {LAUNCH_FOLDER: created, LAUNCH_PARENT: str(os.getpid())}
+        command = machine.typed_command(["ebft", *words, *plan.options.words()])
+        (folder / machine.COMMAND_FILE).write_text(json.dumps(command), encoding="utf-8")
+        of_launch = {machine.LAUNCH_FOLDER: created, machine.LAUNCH_PARENT: str(os.getpid())}
+        variables = launcher_environment(plan) | of_launch
         os.environ |= variables  # new processes get them, too
         logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
         try:
-            with received_signals() as received:
+            with machine.received_signals() as received:
                 ended = _run(lambda: run(parsed), folder, received)
             return _status(ended, folder, bool(received))
         finally:
@@ -135,7 +126,7 @@ def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
         for number in new:
             kills = received.count(signal.SIGINT) >= _KILLING
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if kills else passed_on(number))
+                os.kill(pid, signal.SIGKILL if kills else machine.passed_on(number))
 
 
 def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> int:
@@ -151,19 +142,19 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
             raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
         # Others fail because of a process that was killed, and the launcher stops or, later, kills them.
         latest = min(failure.timestamp for failure in error.failures.values()) + _SAME_TIME
-        was_killed = lambda one: one.exitcode < 0 and -one.exitcode not in SIGNALS and one.timestamp <= latest
+        was_killed = lambda one: one.exitcode < 0 and -one.exitcode not in machine.SIGNALS and one.timestamp <= latest
         rank, first = max(error.failures.items(), key=lambda item: (was_killed(item[1]), item[1].exitcode > 0))
         code = first.exitcode
         who = f"The process of rank {rank}"
-    if code < 0 and was_signalled and -code in (*SIGNALS, signal.SIGKILL):
+    if code < 0 and was_signalled and -code in (*machine.SIGNALS, signal.SIGKILL):
         return 128 - code
     if code < 0:
         reason = ", for example because memory ran out" if -code == signal.SIGKILL else ""
         raise LaunchError(f"{who} was killed by {signal.Signals(-code).name}{reason}.", status=128 - code)
-    if (folder / ERROR_FILE).exists():
-        rank = (folder / FAILED_FILE).read_text()
-        say(f"\nThe process of rank {rank} failed:\n{(folder / ERROR_FILE).read_text(encoding='utf-8')}", err=True)
-    elif not (folder / FAILED_FILE).exists() and code not in _INTERRUPTED:
+    message, failed = folder / machine.ERROR_FILE, folder / machine.FAILED_FILE
+    if message.exists():
+        say(f"\nThe process of rank {failed.read_text()} failed:\n{message.read_text(encoding='utf-8')}", err=True)
+    elif not failed.exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
 

@@ -70,8 +70,7 @@ def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
         entries = [found] if grid else found
         if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry for entry in entries or [None]):
             raise ConfigError(
-                f"{path}: expected a mapping of keys to lists of values, or a list of mappings, one per run; got "
-                f"{found!r:.60}."
+                f"{path}: expected a list of values for each key, or one mapping per run; got {found!r:.60}."
             )
         for key, values in (item for entry in entries for item in entry.items()):
             section = section_of(getattr(RunConfig.model_fields.get(key), "annotation", None))
@@ -87,8 +86,7 @@ def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
         count = math.prod(map(len, grid.values())) if grid else len(entries)
         if count > most:  # before the combinations are made
             raise ConfigError(
-                f"{path} describes {count:,} runs, more than {most:,}. Remove keys or values, or allow them with "
-                f"--max-runs {count}."
+                f"{path} describes {count:,} runs, more than {most:,}. Remove some, or set --max-runs {count}."
             )
         if grid:
             entries = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]

@@ -23,15 +23,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ebft.anchors import BlockOptions
+from ebft import anchors, features, printed
 from ebft.data.documents import DocumentCollator, block_options
 from ebft.data.load import load_token_rows
-from ebft.features import FeatureNetwork
-from ebft.models.causal_lm import evaluating
-from ebft.models.load import load_base_model, weights_dtype
-from ebft.models.pretrained import load_tokenizer
+from ebft.models import causal_lm, load, pretrained
 from ebft.prefix.cpu import keep_freed_memory
-from ebft.printed import safe_console
 from ebft.run.config.schema import load_config
 from ebft.run.training import train
 from ebft.strided.held_out import held_out_metrics
@@ -71,11 +67,11 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     if method == "sft":
         run = replace(run, overrides=[*run.overrides, "rl="])
     config = load_config(run.config_file, run.overrides)
-    tokenizer = load_tokenizer(config)
+    tokenizer = pretrained.load_tokenizer(config)
 
     with phases.phase("before", "Held-out files, before"):
-        policy = load_base_model(config, tokenizer)
-        network = FeatureNetwork(policy, config.ebft.feature_layers, config.ebft.embed_method)
+        policy = load.load_base_model(config, tokenizer)
+        network = features.FeatureNetwork(policy, config.ebft.feature_layers, config.ebft.embed_method)
         held_out = held_out_documents(config, tokenizer, run.groups)
         prompts, references = zip(*choose_prompts(held_out.rows))
         before = measure(policy, network, held_out)
@@ -93,7 +89,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         texts = map(tokenizer.decode, prompts), written_before, written_after, map(tokenizer.decode, references)
         shown = list(map(Continuations, *texts))
         with (output / "samples.txt").open("w", encoding="utf-8") as file:
-            for page in (console, safe_console(file=file, width=140)):
+            for page in (console, printed.safe_console(file=file, width=140)):
                 for sample in shown:
                     page.print(side_by_side(sample, page.width), "", soft_wrap=False)
         console.print(result_table(before, after))
@@ -126,7 +122,7 @@ def print_next_steps(output: Path, run: Run, prompt: str) -> None:
     _show("\nTrain it on your own DATA, a file of rows or a folder of texts:", f"{own}\nebft train run.yaml")
     options = [*run.overrides, "--output", str(output / "evaluation.json")]
     _show("Evaluate the adapter beside the base model:", command_line("evaluate", run.config_file, options))
-    dtype = str(weights_dtype(config)).removeprefix("torch.")
+    dtype = str(load.weights_dtype(config)).removeprefix("torch.")
     program = f"""\
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
@@ -178,7 +174,7 @@ class HeldOutText:
 
     rows: list[dict[str, Any]]
     groups: list[dict[str, Tensor]]  # the rows, collated
-    block_options: BlockOptions
+    block_options: anchors.BlockOptions
     seed: int
 
 
@@ -198,7 +194,7 @@ def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOutText:
     return HeldOutText(chosen, parts, blocks, config.seed)
 
 
-def measure(model: Any, network: FeatureNetwork, held_out: HeldOutText) -> list[dict[str, float]]:
+def measure(model: Any, network: features.FeatureNetwork, held_out: HeldOutText) -> list[dict[str, float]]:
     """The held-out metrics of `model` in each group of documents; the same noise samples each time it is called."""
     return [
         held_out_metrics(model, network, [group], block_options=held_out.block_options, seed=held_out.seed)
@@ -249,7 +245,7 @@ def choose_prompts(rows: list[dict[str, Any]]) -> list[tuple[list[int], list[int
 def greedy_completions(model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
     """What `model` writes greedily after each prompt, up to LONGEST tokens, with the end-of-text token if any."""
     greedy = Generator(Sampling(temperature=0.0, end_ids=frozenset([tokenizer.eos_token_id])), tokenizer.pad_token_id)
-    with evaluating(model):
+    with causal_lm.evaluating(model):
         return [tokenizer.decode(one.ids) for one in greedy(model, prompts, [LONGEST] * len(prompts))]
 
 

@@ -1,3 +1,0 @@
-from tests.cli.conftest import ebft
-
-__all__ = ["ebft"]
