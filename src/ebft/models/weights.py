@@ -70,9 +70,7 @@ def prepare_rounding(model: nn.Module, wanted: QatSection) -> None:
 
     of_groups = {"group_size": wanted.group_size} if wanted.group_size else {"granularity": "per_channel"}
     of_weights = partial(IntxFakeQuantizeConfig, getattr(torch, wanted.weight_dtype, torch.int8), **of_groups)
-    if wanted.weight_dtype == "nvfp4" and not (
-        torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
-    ):
+    if wanted.weight_dtype == "nvfp4" and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10):
         raise ModelError("qat.weight_dtype: nvfp4 needs a GPU of compute capability 10 (Blackwell). Set mxfp4 or int4.")
     if wanted.weight_dtype in ("mxfp4", "nvfp4"):
         from torchao.prototype import qat

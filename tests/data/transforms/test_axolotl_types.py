@@ -82,8 +82,8 @@ def test_rows_of_tokens_are_the_rows_that_they_were_made_of(tokenizer):
             assert found["turn_spans"] == row["turn_spans"] == [[1, 2], [3, 4]]
     (found,) = tokenised(tokenizer, "tokens", {"input_ids": row["input_ids"]})
     assert found["labels"] == row["input_ids"] and found["prompt_length"] == 0
-    for wrong, message in (({"labels": [3, 5]}, "labels are"), ({"input_ids": [3, 10**6]}, "does not have")):
-        with pytest.raises(DataError, match=message):
+    for wrong in ({"labels": [3, 5]}, {"input_ids": [3, 10**6]}, {"attention_mask": [1]}):
+        with pytest.raises(DataError, match="row 0: rows of tokens have input_ids below"):
             tokenised(tokenizer, "tokens", {"input_ids": [3, 4], **wrong})
 
 

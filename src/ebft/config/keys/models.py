@@ -1,6 +1,6 @@
 """Config keys of the base model, its tokenizer, attention and adapter, and of sharding it."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -53,11 +53,6 @@ class BitsAndBytesKeys(Section):
         return {"quant_type": self.bnb_4bit_quant_type, "compress_statistics": self.bnb_4bit_use_double_quant}
 
 
-# dtypes of weights and of inputs that torchao can round during training.
-_ROUNDED = {("int8", None), ("int4", None), ("int4", "int8"), ("int4", "float8_e4m3fn")}
-_ROUNDED |= {("float8_e4m3fn", "float8_e4m3fn"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")}
-
-
 class QatSection(Section):
     """The section `qat:`."""
 
@@ -71,16 +66,6 @@ class QatSection(Section):
     """Also round embeddings, with weight_dtype: int8 or int4."""
     fake_quant_after_n_steps: Annotated[int, Field(ge=0)] | None = None
     """Number of first steps without rounding."""
-
-    @model_validator(mode="after")
-    def _is_possible(self) -> Self:
-        pair = self.weight_dtype, self.activation_dtype
-        if pair not in _ROUNDED or (self.quantize_embedding and pair[0] not in ("int8", "int4")):
-            known = "; ".join(sorted(f"{weights}, {inputs or 'unset'}" for weights, inputs in _ROUNDED))
-            raise ValueError(
-                f"qat: the pairs of weight_dtype and activation_dtype are {known}; embeddings are integers."
-            )
-        return self
 
 
 class ModelKeys(Section):
@@ -135,7 +120,7 @@ class ModelKeys(Section):
     bnb_config_kwargs: BitsAndBytesKeys = Field(default_factory=BitsAndBytesKeys)
     """Settings of bitsandbytes for load_in_4bit and load_in_8bit, which ebft merge-lora repeats."""
     reinit_weights: bool = False
-    """Start from random weights, of the model's own initialisation, instead of those of base_model."""
+    """Start from random weights, of the model's own initialisation, instead of the weights of base_model."""
     qat: QatSection | None = None
     """Quantisation-aware training with torchao: forward passes round weights, and inputs, as quantisation does. Only
     for SFT without an adapter. What is saved is not rounded, see ebft quantize."""

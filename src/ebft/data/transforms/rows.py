@@ -322,14 +322,15 @@ def _tokenised(cfg: Any) -> Transform:
     """Rows of tokens: `input_ids`, and optionally `attention_mask` and `labels`, -100 where none is trained on."""
 
     def transform_fn(example, tokenizer=None):
-        ids = value_of(example, "input_ids")
-        labels, mask = (example.get(name) or default for name, default in (("labels", ids), ("attention_mask", ids)))
-        if not len(ids) == len(labels) == len(mask) or any(label not in (IGNORE, i) for i, label in zip(ids, labels)):
-            raise DataError("labels are the tokens of input_ids or -100, and as many as input_ids and attention_mask.")
-        if len(ids) and not 0 <= min(ids) <= max(ids) < len(tokenizer):
-            raise DataError(f"input_ids has tokens that the tokenizer, with {len(tokenizer)} tokens, does not have.")
-        kept = mask if "attention_mask" in example else [1] * len(ids)
-        pairs = [(token, label != IGNORE) for token, label, is_kept in zip(ids, labels, kept) if is_kept]
+        ids, known = value_of(example, "input_ids"), len(tokenizer)
+        labels, mask = example.get("labels") or ids, example.get("attention_mask") or [1] * len(ids)
+        is_right = len(ids) == len(labels) == len(mask) and all(0 <= token < known for token in {*ids})
+        if not is_right or any(label not in (IGNORE, token) for token, label in zip(ids, labels)):
+            raise DataError(
+                f"rows of tokens have input_ids below {known}, labels that are the same or -100, and an attention_mask "
+                "of the same length, or no such columns."
+            )
+        pairs = [(token, label != IGNORE) for token, label, is_kept in zip(ids, labels, mask) if is_kept]
         return _joined_row(pairs, cfg.train_on_inputs)
 
     return transform_fn, _ALL

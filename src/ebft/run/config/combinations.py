@@ -96,6 +96,11 @@ def _both_set(c: MethodConfig) -> Iterator[str]:
         yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
 
 
+# dtypes of weights and of inputs that torchao can round during training.
+_ROUNDED = [("int8", None), ("int4", None), ("int4", "int8"), ("int4", "float8_e4m3fn")]
+_ROUNDED += [("float8_e4m3fn", "float8_e4m3fn"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]
+
+
 def _needs_another(c: MethodConfig) -> Iterator[str]:
     if c.adapter == "qlora" and not c.load_in_4bit:
         yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
@@ -107,6 +112,10 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.qat is not None and (c.adapter is not None or c.rl is not None or c.reward_model or c.process_reward_model):
         yield "qat is for SFT of all weights. Remove it, and use ebft quantize afterwards."
+    if c.qat is not None and (c.qat.weight_dtype, c.qat.activation_dtype) not in _ROUNDED:
+        yield f"qat: the pairs of weight_dtype and activation_dtype are {'; '.join(map(str, _ROUNDED))}."
+    if c.qat is not None and c.qat.quantize_embedding and c.qat.weight_dtype not in ("int8", "int4"):
+        yield "qat.quantize_embedding needs weight_dtype: int8 or int4. Remove it."
     if c.reinit_weights and c.adapter is not None:
         yield "reinit_weights: true would train an adapter of random weights that are not saved. Remove one."
     if c.quantize_moe_experts and not c.load_in_4bit:
