@@ -66,7 +66,7 @@ def main() -> int:
             "preprocess, TRL": [sys.executable, "-c", TRL, model, many, 0, folder / "trl"],
             "one step": [*ebft, "train", config, "test_datasets="],
             "one step, TRL": [sys.executable, "-c", TRL, model, few, 1, folder / "trl"],
-            "evaluate": [*ebft, "evaluate", config],
+            "evaluate": [*ebft, "evaluate", config, "evaluation.documents=8", "evaluation.max_new_tokens=16"],
             "merge": [*ebft, "merge-lora", config, "--output", folder / "merged"],
             "merge, PEFT": [sys.executable, "-c", PEFT, folder / "ours", folder / "peft"],
         }
