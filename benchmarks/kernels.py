@@ -163,21 +163,17 @@ class Host(TrainerCallback):
         self.calls += event == "call"
 
 
-class ForNothing:
+def for_nothing(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
     """A recording that is computed once."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._result = function()
-
-    def replay(self) -> Any:
-        return self._result
+    result = function(*inputs)
+    return lambda *inputs: result
 
 
 def host_work(name: str, steps: int = 9) -> tuple[int, float, float]:
     """Calls of Python functions in a step of a run, its seconds, and their ratio to the yardstick's."""
     host, run, small = Host(steps), RUNS[name], torch.ones(8)
     changes = [(gpu, "is_accelerator", lambda device: True), (gpu, "_memory", lambda device: 2**33)]
-    changes += [(gpu, "can_record", lambda device: True), (gpu, "Recording", ForNothing)]
+    changes += [(gpu, "can_record", lambda device: True), (gpu, "Recording", for_nothing)]
     changes += [(ebft.run.trainer, "ProgressBar", host), (ebft.prefix.cpu, "_onednn_is_faster", lambda: False)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as during:
         keys = {**STEPS, **inputs_of_run(Path(folder), 64, run), **run, "max_steps": steps}

@@ -76,6 +76,7 @@ def structured(**trl):
     (dataset(type="completion", skip=2), "datasets.0.skip is only read with streaming: true. Set split: train\\[2:\\]"),
     ({**dataset(train_on_eos="none"), "train_on_inputs": True}, "train_on_inputs: true .*, but datasets.0.train_on_e"),
     ({"rl": "dpo", "min_sample_len": 4}, "min_sample_len is not supported with "),
+    ({**LORA, "qat": {}}, "qat is for SFT of all weights"),
     ({"qat": {"weight_dtype": "int8", "activation_dtype": "int8"}}, "the pairs of weight_dtype and"),
     ({**LORA, "reinit_weights": True}, "reinit_weights: true would train an adapter of random weights"),
     ({"rl": "dpo", "excess_length_strategy": "truncate"}, "truncate is not supported with .*always drop. Remove it"),

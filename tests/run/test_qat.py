@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ebft import train
 from ebft.config.keys.models import QatSection
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError
 from ebft.methods.base_config import QuantizationSection
 from ebft.models.weights import prepare_rounding, round_weights, torchao_settings
 from tests.strided.families import tiny_model
@@ -64,9 +64,3 @@ def test_a_run_rounds_after_some_steps_and_saves_what_is_not_rounded(make, out):
         saved = AutoModelForCausalLM.from_pretrained(f"{out}{after}").state_dict()
         assert all(saved[name].equal(weight) for name, weight in trainer.model.state_dict().items())
     assert losses[2][:2] == losses[9][:2] and losses[2][2] != losses[9][2] and losses[None][0] != losses[9][0]
-
-
-@pytest.mark.parametrize("keys", [{"adapter": "lora", "lora_r": 2}, {"rl": "dpo"}])
-def test_methods_without_rounding(make, keys):
-    with pytest.raises(ConfigError, match="qat is for SFT of all weights"):
-        make(qat={"weight_dtype": "int4"}, **keys)

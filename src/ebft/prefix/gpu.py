@@ -105,28 +105,31 @@ _recordings: dict[str, Any] = {}
 
 
 class Recording:
-    """What a function without arguments computes, as a CUDA graph: each `replay` reads and writes the same memory.
+    """What a function computes from tensors, as a CUDA graph: each call reads and writes the same memory.
 
     The function must not read values on the host, and its kernels must have run before.
     """
 
-    def __init__(self, function: Callable[[], Tensor]):
+    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor):
         stream = _recordings.setdefault("stream", torch.cuda.Stream())
         last, self._graph = _recordings.get("last"), torch.cuda.CUDAGraph()
+        self._inputs = [each.clone() for each in inputs]
         # Not `torch.cuda.graph`, which collects garbage and gives all memory back before it records.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), recorded_products() as self._report:
             # Other threads, which load data or wait for other processes, may call CUDA meanwhile.
             self._graph.capture_begin(pool=last and last.pool(), capture_error_mode="thread_local")
             try:
-                self._result = function()
+                self._result = function(*self._inputs)
             finally:
                 self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         _recordings["last"] = self._graph
 
-    def replay(self) -> Tensor:
-        """Compute the function and return its result, valid until the next call."""
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Return the function's result for inputs of the same shapes, valid until the next call."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
         self._graph.replay()
         self._report()
         return self._result

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -148,23 +147,23 @@ class BlockSampler:
         text = backbone_states(self.causal_lm, self.part.documents.tokens, prefill)
         self._draw(self.before(text), noise[0])
 
-        def decode(level: Level) -> Tensor:
-            reused = None if reuse is None else reuse.of_step(len(level.tokens))
-            return backbone_states(self.causal_lm, level.tokens, self.forward_pass(level, reused, prefill))
+        def decode(tokens: Tensor, step: int | Tensor) -> Tensor:
+            level = replace(self.tree.levels[-1], tokens=tokens, step=step)
+            reused = None if reuse is None else reuse.of_step(len(tokens))
+            return backbone_states(self.causal_lm, tokens, self.forward_pass(level, reused, prefill))
 
-        recorded, may_record = None, reuse is None and self._may_record()
-        for number, of_step in enumerate(noise[1:]):
-            level = self.tree.levels[-1]
+        layout, recorded, places = self.part.layout, None, torch.arange(len(noise), device=noise.device)
+        may_record = (
+            layout.cuda_graphs and gpu.can_record(layout.device) and not layout.merge_rollouts and reuse is None
+        )
+        may_record &= way_of(self.causal_lm) == ATTENTION and not is_sharded(self.causal_lm)
+        for step, of_step in enumerate(noise[1:]):
+            tokens, place = self.tree.levels[-1].tokens, places[step : step + 1]
             # The first pass, which runs as usual, makes the tiles. With sliding windows, every pass makes its own.
-            if number == 1 and may_record and "moves" not in prefill.kept:
-                recorded = RecordedStep(decode, level)
-            self._draw(decode(level) if recorded is None else recorded(level), of_step)
+            if step == 1 and may_record and "moves" not in prefill.kept:
+                recorded = gpu.Recording(decode, tokens, place)
+            self._draw(decode(tokens, step) if recorded is None else recorded(tokens, place), of_step)
         return text
-
-    def _may_record(self) -> bool:
-        layout, causal_lm = self.part.layout, self.causal_lm
-        is_possible = gpu.can_record(layout.device) and way_of(causal_lm) == ATTENTION and not is_sharded(causal_lm)
-        return layout.cuda_graphs and not layout.merge_rollouts and is_possible
 
     def forward_pass(self, nodes: Level | Nodes | None, reuse: Any, prefill: StridedPass | None = None) -> StridedPass:
         """Return a pass over the part's documents, over a level of rollouts after the `prefill`, or over both."""
@@ -210,21 +209,6 @@ class BlockSampler:
             found.append(with_gradient(of_group, scored, self.head, self.temperature, self.truncation))
         columns = max(x.shape[1] for x in found)
         return torch.cat([F.pad(x, (0, columns - x.shape[1])) for x in found])
-
-
-class RecordedStep:
-    """A decode pass that is recorded once, and repeated for levels of as many nodes."""
-
-    def __init__(self, decode: Callable[[Level], Tensor], level: Level):
-        step = torch.full((1,), level.step, device=level.tokens.device)
-        self._level = replace(level, tokens=level.tokens.clone(), step=step)
-        self._recording = gpu.Recording(lambda: decode(self._level))
-
-    def __call__(self, level: Level) -> Tensor:
-        """Return the states (C, D) of a level's tokens, valid until the next call."""
-        self._level.tokens.copy_(level.tokens)
-        self._level.step.fill_(level.step)
-        return self._recording.replay()
 
 
 class DocumentNoise:

@@ -204,10 +204,8 @@ class _RecordedDecoder:
             self._shape, self._recording = self._cache.shape, None
             return self._states(token)
         if self._recording is None:
-            self._token = token.clone()
-            self._recording = gpu.Recording(lambda: self._states(self._token))
-        self._token.copy_(token)
-        return self._recording.replay()
+            self._recording = gpu.Recording(self._states, token)
+        return self._recording(token)
 
     def _states(self, token: Tensor) -> Tensor:
         return backbone_states(self._causal_lm, token, DecodePass(self._cache, all_room=True))
