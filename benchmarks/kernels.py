@@ -54,19 +54,17 @@ STEPS |= {"log_rollouts": "none"}  # as most steps of a long run, which store no
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 BLOCKS = {"stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", **BLOCKS}}
-RECORDED = {"rl": "ebft", "ebft": {"mode": "strided", "cuda_graphs": True, **BLOCKS}}
 COMPLETIONS = {"num_generations": 4, "max_completion_length": 16, "temperature": 1.0}
 STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": COMPLETIONS, "micro_batch_size": 4}
 RUNS = {
     "strided": STRIDED,
     "strided, 8 rows": STRIDED | {"micro_batch_size": 8},
     "strided LoRA": STRIDED | LORA,
-    "strided, recorded": RECORDED,
-    "strided LoRA, recorded": RECORDED | LORA,
     "structured": STRUCTURED,
     "structured LoRA": STRUCTURED | LORA,
-    "structured, recorded": STRUCTURED | {"ebft": {"mode": "structured", "cuda_graphs": True}},
 }
+for _name in ("strided", "strided LoRA", "structured"):
+    RUNS[f"{_name}, recorded"] = RUNS[_name] | {"ebft": RUNS[_name]["ebft"] | {"cuda_graphs": True}}
 # Functions that are a phase of the step, by where they are looked up; all else is "other".
 PHASES: dict[str, list[tuple[Any, str]]] = {
     "sample": [(ebft.strided.trainer, "sample_rollouts"), (SharedPromptSampler, "__call__")],

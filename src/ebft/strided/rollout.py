@@ -153,10 +153,8 @@ class BlockSampler:
             return backbone_states(self.causal_lm, tokens, self.forward_pass(level, reused, prefill))
 
         layout, recorded, places = self.part.layout, None, torch.arange(len(noise), device=noise.device)
-        may_record = (
-            layout.cuda_graphs and gpu.can_record(layout.device) and not layout.merge_rollouts and reuse is None
-        )
-        may_record &= way_of(self.causal_lm) == ATTENTION and not is_sharded(self.causal_lm)
+        may_record = layout.cuda_graphs and gpu.can_record(layout.device) and not layout.merge_rollouts
+        may_record &= reuse is None and way_of(self.causal_lm) == ATTENTION and not is_sharded(self.causal_lm)
         for step, of_step in enumerate(noise[1:]):
             tokens, place = self.tree.levels[-1].tokens, places[step : step + 1]
             # The first pass, which runs as usual, makes the tiles. With sliding windows, every pass makes its own.
