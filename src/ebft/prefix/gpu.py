@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ebft.errors import doing
 from ebft.models.causal_lm import PLAIN, recorded_products, report_product
 from ebft.models.sharding import is_sharded
 from ebft.transformers_internals import apply_rotary_pos_emb, rms_norm_of_llama, rotate_half
@@ -116,7 +117,8 @@ class Recording:
         self._inputs = [each.clone() for each in inputs]
         # Not `torch.cuda.graph`, which collects garbage and gives all memory back before it records.
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), recorded_products() as self._report:
+        what = doing("recording a pass as a CUDA graph, which ebft.cuda_graphs: false does without")
+        with what, torch.cuda.stream(stream), recorded_products() as self._report:
             # Other threads, which load data or wait for other processes, may call CUDA meanwhile.
             self._graph.capture_begin(pool=last and last.pool(), capture_error_mode="thread_local")
             try:
