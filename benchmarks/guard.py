@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import io
 import json
 import os
 import sys
@@ -42,7 +41,7 @@ from transformers import TrainerCallback
 
 import ebft
 from benchmarks.flops import flop_counter
-from benchmarks.kernels import LORA, RUNS, STRIDED, counts_of_run, host_work, write_inputs
+from benchmarks.kernels import LORA, RUNS, STRIDED, counts_of_run, host_work, silence, write_inputs
 from benchmarks.measuring import machine
 from tests.devices.pretend import Counts, is_possible, register
 
@@ -86,10 +85,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Launches:
-    """Of one training step on an accelerator: kernels, and waits for the device, by function of the package.
-
-    calls: of Python functions, see `host_work`.
-    """
+    """Of one training step on an accelerator: kernels and waits by function, and the calls of `host_work`."""
 
     kernels: dict[str, int]
     waits: dict[str, int]
@@ -144,14 +140,11 @@ def measure(name: str) -> Cost:
     """Train with the method `name`, and return the cost of its measured step."""
     transform, keys = METHODS[name]
     step = MeasureStep()
-    silence = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as during:
         during.enter_context(patch("ebft.run.trainer.ProgressBar", step))
         # The library of matrix products, and with it the peak, would depend on the processor.
         during.enter_context(patch("ebft.prefix.cpu._onednn_is_faster", lambda: False))
-        during.enter_context(contextlib.redirect_stdout(silence))
-        during.enter_context(contextlib.redirect_stderr(silence))
-        during.enter_context(warnings.catch_warnings(action="ignore"))
+        during.enter_context(silence())
         ebft.train(ebft.RunConfig.from_dict({**COMMON, **keys, **inputs_of(transform, Path(folder))}))
     if step.cost is None:
         raise RuntimeError(f"The run of {name} ended before step {STEP}.")

@@ -116,8 +116,8 @@ class CountStep(TrainerCallback):
 def silence() -> Iterator[None]:
     """Inside the block, nothing is printed."""
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    quiet = contextlib.redirect_stdout(output), contextlib.redirect_stderr(output)
+    with quiet[0], quiet[1], warnings.catch_warnings(action="ignore"):
         yield
 
 

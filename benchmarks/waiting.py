@@ -1,9 +1,9 @@
 """What users wait for besides steps, as whole processes: preparing rows, starting, evaluating and merging.
 
-    python -m benchmarks.waiting [--rows 100000] [--repeats 3] [--output FILE.json]
+    python -m benchmarks.waiting [--rows 100000] [--repeats 3] > benchmarks/results/waiting-cpu.json
 
 Chats of four turns for SmolLM2-135M (downloaded once), of which TRL's SFTTrainer prepares the same rows. The start is a
-run of one step on 64 rows, with everything before and after it. Sides run in turn; the fastest time of each is printed.
+run of one step on 64 rows, with everything before and after it. Sides run in turn; the fastest time of each counts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ data = load_dataset("json", data_files=rows, split="train")
 trainer = SFTTrainer(model, args, train_dataset=data, peft_config=lora)
 if int(steps) > 0: trainer.train(); trainer.save_model()
 """
-PEFT = """
-import sys; from peft import AutoPeftModelForCausalLM
-AutoPeftModelForCausalLM.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])
-"""
 
 
 def write_chats(count: int, path: Path) -> Path:
@@ -51,7 +47,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
     options, found = parser.parse_args(), dict[str, float]()
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), fetch_model("smollm2-135m")
@@ -68,18 +63,14 @@ def main() -> int:
             "one step, TRL": [sys.executable, "-c", TRL, model, few, 1, folder / "trl"],
             "evaluate": [*ebft, "evaluate", config, "evaluation.documents=8", "evaluation.max_new_tokens=16"],
             "merge": [*ebft, "merge-lora", config, "--output", folder / "merged"],
-            "merge, PEFT": [sys.executable, "-c", PEFT, folder / "ours", folder / "peft"],
         }
         for what, command in list(commands.items()) * options.repeats:
-            for made in ("prepared", "trl", "merged", "peft", *(["ours"] if what == "one step" else [])):
+            for made in ("prepared", "trl", "merged", *(["ours"] if what == "one step" else [])):
                 shutil.rmtree(folder / made, ignore_errors=True)
             started = time.perf_counter()
             subprocess.run(list(map(str, command)), check=True, capture_output=True)
             found[what] = min(found.get(what, float("inf")), time.perf_counter() - started)
-            print(f"{what:16} {found[what]:8.2f} s", flush=True)
-    if options.output:
-        result = {"card": machine(torch.device("cpu")), "rows": options.rows, "seconds": found}
-        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps({"card": machine(torch.device("cpu")), "rows": options.rows, "seconds": found}, indent=2))
     return 0
 
 

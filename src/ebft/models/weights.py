@@ -82,11 +82,10 @@ def prepare_rounding(model: nn.Module, wanted: QatSection) -> None:
         settings = QATConfig(weight_config=of_weights())
     else:
         settings = QATConfig(torchao_settings(wanted, torch.device("cpu")))
+    is_embedding = lambda module, name: isinstance(module, nn.Embedding) and wanted.quantize_embedding
     with doing(f"preparing the layers for qat, weight_dtype: {wanted.weight_dtype}"):
         quantize_(model, settings)
-        if wanted.quantize_embedding:
-            is_embedding = lambda module, name: isinstance(module, nn.Embedding)
-            quantize_(model, QATConfig(weight_config=of_weights()), is_embedding)
+        quantize_(model, QATConfig(weight_config=of_weights()), is_embedding)
     for module in model.modules():
         plain = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), type(module))
         if type(module).__module__.startswith("torchao."):

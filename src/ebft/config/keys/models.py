@@ -62,10 +62,8 @@ class QatSection(Section):
     """dtype that inputs of linear layers are rounded to."""
     group_size: Annotated[int, Field(ge=2)] | None = None
     """Number of weights with the same scale, for int8 and int4. If unset, 32 for int4, and one row for int8."""
-    quantize_embedding: bool = False
-    """Also round embeddings, with weight_dtype: int8 or int4."""
-    fake_quant_after_n_steps: Annotated[int, Field(ge=0)] | None = None
-    """Number of first steps without rounding."""
+    quantize_embedding: bool = Field(False, description="Also round embeddings, with weight_dtype: int8 or int4.")
+    fake_quant_after_n_steps: int | None = Field(None, ge=0, description="Number of first steps without rounding.")
 
 
 class ModelKeys(Section):
