@@ -77,7 +77,7 @@ def structured(**trl):
     ({**dataset(train_on_eos="none"), "train_on_inputs": True}, "train_on_inputs: true .*, but datasets.0.train_on_e"),
     ({"rl": "dpo", "min_sample_len": 4}, "min_sample_len is not supported with "),
     ({**LORA, "qat": {}}, "qat is for SFT of all weights"),
-    ({"qat": {"weight_dtype": "int8", "activation_dtype": "int8"}}, "the pairs of weight_dtype and"),
+    ({"qat": {"weight_dtype": "int8", "activation_dtype": "int8"}}, "weight_dtype: int8 is not possible with"),
     ({**LORA, "reinit_weights": True}, "reinit_weights: true would train an adapter of random weights"),
     ({"rl": "dpo", "excess_length_strategy": "truncate"}, "truncate is not supported with .*always drop. Remove it"),
     # Streams

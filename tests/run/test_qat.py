@@ -26,7 +26,8 @@ def test_layers_round_as_they_are_quantised(keys):
     frozen = copy.deepcopy(model)
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=0)
     round_weights(model)
-    quantize_(quantised, torchao_settings(QuantizationSection(**keys), torch.device("cpu")))
+    settings = torchao_settings(QuantizationSection(**keys), torch.device("cpu"))
+    quantize_(quantised, settings, lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
     wanted = quantised(ids).logits
     torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-3)
     assert (wanted - plain(ids).logits).abs().max() > 0.01

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
+from ebft.config.options import CudaGraphsOption, FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import Section, option_names
 from ebft.methods import method
 from ebft.methods.base_config import zero_stage
@@ -134,7 +134,8 @@ def missing_device(config: MethodConfig, machine: Machine) -> Iterator[str]:
 
 def warn_of_options(options: type, of_mode: str, config: MethodConfig, *sections: str) -> None:
     """One warning for the `options` of `ebft:` and the sections that only the other mode reads."""
-    foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
+    shared = {*option_names(FeatureOptions), *option_names(CudaGraphsOption)}
+    foreign = (set(option_names(options)) - shared) & config.ebft.model_fields_set
     foreign -= rules.samples_in_effect(config.ebft, config.trl)
     idle = [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]
     if idle:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
 from ebft.catalog import refuse_classifier
+from ebft.config.keys.models import FIXED_GROUPS
 from ebft.errors import ModelError, doing, some_of, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.weight_files import WeightFiles, weight_files
@@ -61,34 +62,66 @@ def torchao_settings(wanted: Any, device: torch.device) -> Any:
     return make[kind]()
 
 
-def prepare_rounding(model: nn.Module, wanted: QatSection) -> None:
-    """Give linear layers, and embeddings if `quantize_embedding`, a forward pass that rounds as quantisation does, with
-    the gradient of a pass that does not. It is off until `round_weights`; copies of the model keep it off."""
+def quantised_layers(
+    wanted: Any, model: PreTrainedModel
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module], int | None]:
+    """The linear layers and the embeddings that are quantised, by name, and the weights of a group; not the output
+    layer. Raises ModelError for layers that do not fit."""
+    kind = wanted.weight_dtype, wanted.activation_dtype
+    size = FIXED_GROUPS.get(kind) or wanted.group_size or (GROUP_SIZE if wanted.weight_dtype == "int4" else None)
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output
+    }
+    embeddings = {name: module for name, module in model.named_modules() if module is embedding}
+    for name, module in (linear | embeddings if wanted.quantize_embedding else linear).items():
+        if size is not None and module.weight.shape[-1] % size:
+            raise ModelError(
+                f"group_size: {size} does not divide the {module.weight.shape[-1]} columns of {name}. Use a smaller "
+                "power of 2, or weight_dtype: int8 without group_size."
+            )
+    if wanted.quantize_embedding and output is not None and output.weight is embedding.weight:
+        raise ModelError(
+            "quantize_embedding: the embeddings are also the output layer of this model (tie_word_embeddings), which "
+            "is not quantised. Remove it."
+        )
+    return linear, embeddings if wanted.quantize_embedding else {}, size
+
+
+def prepare_rounding(model: PreTrainedModel, wanted: QatSection) -> None:
+    """Give the layers that `ebft quantize` quantises a forward pass that rounds as it does, with the gradient of a pass
+    that does not. It is off until `round_weights`; copies of the model keep it off. Layers with a forward pass of their
+    own, such as routers, are left as they are. Raises ModelError for a model or a machine without such layers."""
     with doing("importing torchao (pip install 'ebft[quantize]')"):
         from torchao.quantization import quantize_
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    of_groups = {"group_size": wanted.group_size} if wanted.group_size else {"granularity": "per_channel"}
-    of_weights = partial(IntxFakeQuantizeConfig, getattr(torch, wanted.weight_dtype, torch.int8), **of_groups)
+    linear, embeddings, size = quantised_layers(wanted, model)
+    of_groups = {"granularity": "per_channel"} if size is None else {"group_size": size}
+    of_integers = partial(IntxFakeQuantizeConfig, getattr(torch, wanted.weight_dtype, None), **of_groups)
+    problem = None if any(type(layer) is nn.Linear for layer in linear.values()) else "finds no linear layers"
+    if any(type(layer) is not nn.Embedding for layer in embeddings.values()):
+        problem = "cannot round embeddings that are scaled, so remove quantize_embedding"
     if wanted.weight_dtype == "nvfp4" and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10):
-        raise ModelError("qat.weight_dtype: nvfp4 needs a GPU of compute capability 10 (Blackwell). Set mxfp4 or int4.")
+        problem = "with nvfp4 needs a GPU of compute capability 10 (Blackwell), so set mxfp4 or int4"
+    if problem:
+        raise ModelError(f"qat {problem}.")
     if wanted.weight_dtype in ("mxfp4", "nvfp4"):
         from torchao.prototype import qat
 
-        kind = partial(qat.MXFakeQuantizeConfig, torch.float4_e2m1fn_x2, block_size=32)
+        kind = partial(qat.MXFakeQuantizeConfig, torch.float4_e2m1fn_x2, block_size=size)
         both = (kind if wanted.weight_dtype == "mxfp4" else qat.NVFP4FakeQuantizeConfig)()
         settings = QATConfig(weight_config=both, activation_config=both)
     elif (wanted.weight_dtype, wanted.activation_dtype) == ("int8", None):
-        settings = QATConfig(weight_config=of_weights())
+        settings = QATConfig(weight_config=of_integers())
     else:
         settings = QATConfig(torchao_settings(wanted, torch.device("cpu")))
-    is_embedding = lambda module, name: isinstance(module, nn.Embedding) and wanted.quantize_embedding
-    with doing(f"preparing the layers for qat, weight_dtype: {wanted.weight_dtype}"):
-        quantize_(model, settings)
-        quantize_(model, QATConfig(weight_config=of_weights()), is_embedding)
+    quantize_(model, settings, lambda module, name: type(module) is nn.Linear and name in linear)
+    if embeddings:
+        quantize_(model, QATConfig(weight_config=of_integers()), lambda module, name: name in embeddings)
     for module in model.modules():
-        plain = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), type(module))
-        if type(module).__module__.startswith("torchao."):
+        if isinstance(module, (nn.Linear, nn.Embedding)) and type(module).__module__.startswith("torchao."):
+            plain = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
             vars(module)["rounding"], module.__class__ = type(module), plain
 
 

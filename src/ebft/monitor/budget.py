@@ -140,9 +140,9 @@ class FlopMeter:
     @contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:
         """Context manager in which nothing is counted; the function that it gives counts it, once for each call."""
-        before, recorded = self.flops, []
+        before, self.flops, recorded = self.flops, 0, []
         yield lambda: self._add(sum(recorded))
-        recorded.append(self.flops - before)
+        recorded.append(self.flops)
         self.flops = before
 
     @contextmanager

@@ -356,10 +356,13 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
     dtype = str(weights_dtype(config)).removeprefix("torch.")
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     total = sum(unpacked_size(weight) for weight in model.parameters())
+    how = ["random weights"] if config.reinit_weights else []
+    if config.qat is not None:
+        how.append(f"rounded to {config.qat.weight_dtype} from step {(config.qat.fake_quant_after_n_steps or 0) + 1}")
     held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
     lines = (
         f"Method: {method_of(config)}{processes}",
-        f"Model: {config.model_name}, {trained:,} of {total:,} parameters trained, {bits or dtype}",
+        ", ".join([f"Model: {config.model_name}, {trained:,} of {total:,} parameters trained, {bits or dtype}", *how]),
         f"Data: {train}, {held_out}",
         f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
         *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),

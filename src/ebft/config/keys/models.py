@@ -53,13 +53,19 @@ class BitsAndBytesKeys(Section):
         return {"quant_type": self.bnb_4bit_quant_type, "compress_statistics": self.bnb_4bit_use_double_quant}
 
 
+# dtypes of weights and inputs whose groups of weights with the same scale have a size of their own.
+FIXED_GROUPS = {("int4", "float8_e4m3fn"): 128, ("mxfp4", "mxfp4"): 32, ("nvfp4", "nvfp4"): 16}
+
+
 class QatSection(Section):
     """The section `qat:`."""
 
     weight_dtype: Literal["int8", "int4", "float8_e4m3fn", "mxfp4", "nvfp4"] = "int8"
-    """dtype that weights of linear layers are rounded to; nvfp4 needs a GPU of compute capability 10 (Blackwell)."""
+    """dtype that weights of linear layers are rounded to; nvfp4 needs a GPU of compute capability 10 (Blackwell). ebft
+    quantize quantises to the first three."""
     activation_dtype: Literal["int8", "float8_e4m3fn", "mxfp4", "nvfp4"] | None = None
-    """dtype that inputs of linear layers are rounded to."""
+    """dtype that inputs of linear layers are rounded to: int8 with int4, float8_e4m3fn with int4 or itself, mxfp4 and
+    nvfp4 with themselves. If unset, inputs are not rounded."""
     group_size: Annotated[int, Field(ge=2)] | None = None
     """Number of weights with the same scale, for int8 and int4. If unset, 32 for int4, and one row for int8."""
     quantize_embedding: bool = Field(False, description="Also round embeddings, with weight_dtype: int8 or int4.")

@@ -11,7 +11,7 @@
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -322,18 +322,30 @@ def _tokenised(cfg: Any) -> Transform:
     """Rows of tokens: `input_ids`, and optionally `attention_mask` and `labels`, -100 where none is trained on."""
 
     def transform_fn(example, tokenizer=None):
-        ids, known = value_of(example, "input_ids"), len(tokenizer)
-        labels, mask = example.get("labels") or ids, example.get("attention_mask") or [1] * len(ids)
-        is_right = len(ids) == len(labels) == len(mask) and all(0 <= token < known for token in {*ids})
-        if not is_right or any(label not in (IGNORE, token) for token, label in zip(ids, labels)):
-            raise DataError(
-                f"rows of tokens have input_ids below {known}, labels that are the same or -100, and an attention_mask "
-                "of the same length, or no such columns."
-            )
+        first_present(example, ["input_ids"], "tokens", "Set the type of the dataset, or add the column.")
+        columns = "input_ids", "labels", "attention_mask"
+        ids, labels, mask = (value_of(example, name) if name in example else None for name in columns)
+        labels, mask = ids if labels is None else labels, [1] * len(ids or ()) if mask is None else mask
+        for problem in _problems_of_tokens(ids, labels, mask, len(tokenizer)):
+            raise DataError(problem)
         pairs = [(token, label != IGNORE) for token, label, is_kept in zip(ids, labels, mask) if is_kept]
         return _joined_row(pairs, cfg.train_on_inputs)
 
     return transform_fn, _ALL
+
+
+def _problems_of_tokens(ids: Any, labels: Any, mask: Any, known: int) -> Iterator[str]:
+    """What is wrong with a row of tokens."""
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        yield f"input_ids must be a list of numbers of tokens, got {ids!r:.60}"
+    elif not len(ids) == len(labels) == len(mask):
+        yield f"there are {len(ids)} input_ids, but {len(labels)} labels and {len(mask)} values of attention_mask"
+    elif ids and not 0 <= min(ids) <= max(ids) < known:
+        yield f"input_ids has {max(ids)} and {min(ids)}, but the tokenizer has {known} tokens"
+    elif wrong := [pair for pair in zip(labels, ids) if pair[0] not in (IGNORE, pair[1])]:
+        yield f"the label {wrong[0][0]} of the token {wrong[0][1]} is neither the same nor {IGNORE}"
+    elif "0" in "".join("1" if value else "0" for value in mask).strip("0"):
+        yield "attention_mask has gaps"
 
 
 def _joined_row(tokens: list[tuple[int, bool]], train_on_inputs: bool) -> dict[str, Any]:

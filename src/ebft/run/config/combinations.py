@@ -10,7 +10,7 @@ from pathlib import Path
 from ebft.catalog import as_folder, is_gguf, unknown_template
 from ebft.config import rules
 from ebft.config.axolotl import IGNORED_KEYS, PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
-from ebft.config.keys.models import AdapterKeys
+from ebft.config.keys.models import FIXED_GROUPS, AdapterKeys
 from ebft.config.keys.run import RATE_KEYS
 from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
@@ -113,7 +113,11 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
     if c.qat is not None and (c.adapter is not None or c.rl is not None or c.reward_model or c.process_reward_model):
         yield "qat is for SFT of all weights. Remove it, and use ebft quantize afterwards."
     if c.qat is not None and (c.qat.weight_dtype, c.qat.activation_dtype) not in _ROUNDED:
-        yield f"qat: the pairs of weight_dtype and activation_dtype are {'; '.join(map(str, _ROUNDED))}."
+        pairs = "; ".join(" and ".join(filter(None, pair)) for pair in _ROUNDED)
+        yield f"qat.weight_dtype: {c.qat.weight_dtype} is not possible with this activation_dtype. Pairs are {pairs}."
+    fixed = c.qat and FIXED_GROUPS.get((c.qat.weight_dtype, c.qat.activation_dtype))
+    if c.qat is not None and fixed and c.qat.group_size not in (None, fixed):
+        yield f"qat.group_size is {fixed} with these dtypes. Remove it."
     if c.qat is not None and c.qat.quantize_embedding and c.qat.weight_dtype not in ("int8", "int4"):
         yield "qat.quantize_embedding needs weight_dtype: int8 or int4. Remove it."
     if c.reinit_weights and c.adapter is not None:

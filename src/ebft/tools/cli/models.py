@@ -143,7 +143,7 @@ def quantize(
     """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
 
     The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora). The
-    options take precedence over the section quantization of a config.
+    options take precedence over the section quantization of a config, or else its section qat.
 
     \b
     Examples:
@@ -158,6 +158,8 @@ def quantize(
     given = {key: value for key, value in given.items() if value is not None}
     given |= {"quantize_embedding": True} if quantize_embedding else {}
     section = {} if config is None else config.quantization.model_dump(exclude_unset=True)
+    if config is not None and config.qat is not None and not section:  # what training has rounded to
+        section = config.qat.model_dump(exclude={"fake_quant_after_n_steps"}, exclude_none=True)
     try:
         wanted = QuantizationSection(**{**section, **given})
     except ValidationError as error:

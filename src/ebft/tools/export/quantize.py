@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from ebft.catalog import refuse_classifier
@@ -17,7 +16,7 @@ from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import ModelError, doing
 from ebft.files import json_object, read_text
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
-from ebft.models.weights import GROUP_SIZE, torchao_settings
+from ebft.models.weights import quantised_layers, torchao_settings
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from ebft.methods.base_config import QuantizationSection
     from ebft.run.config.schema import RunConfig
 
-_SMALLER = "Use a smaller power of 2, or weight_dtype: int8 without group_size."
 WINDOW = 512  # tokens of a text that are scored with their own context
 
 
@@ -89,24 +87,9 @@ def quantize_model(
 
 def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedModel) -> TorchAoConfig:
     """The settings for the layers of a model. Raises ModelError for layers that do not fit."""
-    size = wanted.group_size or (GROUP_SIZE if wanted.weight_dtype == "int4" else None)
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output
-    }
-    embeddings = {name: module for name, module in model.named_modules() if module is embedding}
-    for name, module in (linear | embeddings if wanted.quantize_embedding else linear).items():
-        if size is not None and module.weight.shape[-1] % size:
-            raise ModelError(
-                f"group_size: {size} does not divide the {module.weight.shape[-1]} columns of {name}. {_SMALLER}"
-            )
+    linear, embeddings, size = quantised_layers(wanted, model)
     if not wanted.quantize_embedding:
         return TorchAoConfig(settings)
-    if output is not None and output.weight is embedding.weight:
-        raise ModelError(
-            "quantize_embedding: the embeddings are also the output layer of this model (tie_word_embeddings), which "
-            "is not quantised. Remove it."
-        )
     from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
 
     of_rows = IntxWeightOnlyConfig(getattr(torch, wanted.weight_dtype), PerAxis(0) if size is None else PerGroup(size))
