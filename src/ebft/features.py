@@ -17,14 +17,7 @@ from transformers import PreTrainedModel
 
 from ebft.config import rules
 from ebft.errors import ModelError
-from ebft.models.causal_lm import (
-    decoder_layers,
-    evaluating,
-    first_layers,
-    frozen_copy,
-    unwrap_adapter,
-    without_adapter,
-)
+from ebft.models import causal_lm as parts
 from ebft.models.load import spare_gpu
 from ebft.printed import say
 
@@ -105,19 +98,20 @@ class FeatureNetwork:
         self.shares_weights: bool = network is None and hasattr(model, "disable_adapter")
         rules.refuse(rules.feature_device(device, self.shares_weights, rules.in_python))
         is_copy = copy and not self.shares_weights
-        self._model = network if network is not None else frozen_copy(model) if is_copy else model
+        self._model = network if network is not None else parts.frozen_copy(model) if is_copy else model
         if is_copy and device is not None:
             self._model.to(device)
         self._followed = weakref.ref(model) if is_copy and device is None else lambda: None
-        self.causal_lm: PreTrainedModel = unwrap_adapter(self._model)
-        tokens, known = (each.config.get_text_config().vocab_size for each in (unwrap_adapter(model), self.causal_lm))
+        self.causal_lm: PreTrainedModel = parts.unwrap_adapter(self._model)
+        models = parts.unwrap_adapter(model), self.causal_lm
+        tokens, known = (each.config.get_text_config().vocab_size for each in models)
         if known < tokens:
             raise ModelError(
                 f"feature_network knows {known:,} tokens and the policy {tokens:,}. Their tokens must agree."
             )
         self._place: torch.device | None = None  # where the policy was when the copy followed it
         self.embed_method = embed_method
-        self._depths = feature_depths(feature_layers, len(decoder_layers(self.causal_lm)))
+        self._depths = feature_depths(feature_layers, len(parts.decoder_layers(self.causal_lm)))
         self.computed_in: torch.dtype = torch.float32  # the latest hidden states, see `_precision`
 
     @property
@@ -148,7 +142,7 @@ class FeatureNetwork:
     def _usable(self, states: list[Tensor], depth: int | None = None) -> list[Tensor]:
         """Return the states, and keep the precision in which they were computed. Raises ModelError if the model has
         several streams of states, or `depth` states, which are not as many as its layers."""
-        layers, several = len(decoder_layers(self.causal_lm)), any(x.dim() != 3 for x in states)
+        layers, several = len(parts.decoder_layers(self.causal_lm)), any(x.dim() != 3 for x in states)
         if several or depth not in (None, layers):
             has = f"{depth} hidden states for {layers} layers"
             if several:
@@ -166,7 +160,8 @@ class FeatureNetwork:
     @contextmanager
     def frozen(self) -> Iterator[nn.Module]:
         """Yield the network as a language model, in eval mode, without gradients, with its adapter disabled."""
-        with evaluating(self._model), without_adapter(self._model) if self.shares_weights else nullcontext():
+        base = parts.without_adapter(self._model) if self.shares_weights else nullcontext()
+        with parts.evaluating(self._model), base:
             yield self._model
 
 
@@ -189,7 +184,7 @@ def _beside(policy: nn.Module, frozen: nn.Module) -> torch.device:
 @contextmanager
 def _truncated(causal_lm: PreTrainedModel, depth: int) -> Iterator[dict[int, Tensor]]:
     """Run only the first `depth` layers inside the block, and collect `hidden_states[d]` by d."""
-    layers = decoder_layers(causal_lm)
+    layers = parts.decoder_layers(causal_lm)
     found: dict[int, Tensor] = {}
 
     def keep_input(module, args, kwargs):
@@ -206,7 +201,7 @@ def _truncated(causal_lm: PreTrainedModel, depth: int) -> Iterator[dict[int, Ten
     handles = [layer.register_forward_hook(keep_output(i + 1)) for i, layer in enumerate(kept) if i + 1 < len(layers)]
     handles.append(kept[0].register_forward_pre_hook(keep_input, with_kwargs=True))
     try:
-        with first_layers(causal_lm, len(kept)):
+        with parts.first_layers(causal_lm, len(kept)):
             yield found
     finally:
         for handle in handles:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
 from ebft.catalog import refuse_classifier
-from ebft.config.keys.models import FIXED_GROUPS
+from ebft.config.keys.models import ROUNDED
 from ebft.errors import ModelError, doing, some_of, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.weight_files import WeightFiles, weight_files
@@ -68,7 +68,7 @@ def quantised_layers(
     """The linear layers and the embeddings that are quantised, by name, and the weights of a group; not the output
     layer. Raises ModelError for layers that do not fit."""
     kind = wanted.weight_dtype, wanted.activation_dtype
-    size = FIXED_GROUPS.get(kind) or wanted.group_size or (GROUP_SIZE if wanted.weight_dtype == "int4" else None)
+    size = ROUNDED.get(kind) or wanted.group_size or (GROUP_SIZE if wanted.weight_dtype == "int4" else None)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output

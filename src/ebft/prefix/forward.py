@@ -21,6 +21,7 @@ from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ebft import transformers_internals as internals
 from ebft.errors import ModelError, warn
 from ebft.models.causal_lm import PLAIN, backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
 from ebft.models.sharding import is_partitioned, is_sharded, keep_head
@@ -31,13 +32,6 @@ from ebft.prefix.attention.states import adapt_states
 from ebft.prefix.cpu import cpu_matmul
 from ebft.prefix.gpu import fuse
 from ebft.prefix.logps import Float32Results, Head, Linear, head_linear
-from ebft.transformers_internals import (
-    ModelOutput,
-    hooks_of,
-    layers_with_states,
-    switch_attention,
-    takes_attention_functions,
-)
 
 Result = TypeVar("Result")
 
@@ -49,13 +43,13 @@ _RECURRENT = re.compile(
 def check_supported(causal_lm: PreTrainedModel) -> None:
     """Raise ModelError for architectures that cannot share a document prefix; the message names the feature."""
     name = type(causal_lm).__name__
-    with_states, recurrent = list(layers_with_states(causal_lm)), recurrent_layers(causal_lm)
+    with_states, recurrent = list(internals.layers_with_states(causal_lm)), recurrent_layers(causal_lm)
     if recurrent and not with_states:
         raise ModelError(
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(recurrent)}), whose state "
             f"cannot be shared between rollouts that start at different positions. {HINT}"
         )
-    if not with_states and not takes_attention_functions(causal_lm):
+    if not with_states and not internals.takes_attention_functions(causal_lm):
         check_adapted(causal_lm)
 
 
@@ -123,7 +117,7 @@ def prepare(model: nn.Module, may_run_rows: bool = False) -> PreTrainedModel:
         if type(module).__name__ in ADAPTED or hasattr(module, "index_topk"):
             adapt(module)
         fuse(module)
-    for module in layers_with_states(causal_lm):
+    for module in internals.layers_with_states(causal_lm):
         adapt_states(module)
         causal_lm.way = STATES
     return causal_lm
@@ -236,13 +230,13 @@ def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, cou
 def _switch_on(module, args, kwargs):
     run = pass_in(kwargs)
     if run is not None:
-        run.previous_implementation.append(switch_attention(module, IMPLEMENTATION))
+        run.previous_implementation.append(internals.switch_attention(module, IMPLEMENTATION))
 
 
 def _switch_off(module, args, kwargs, output):
     run = pass_in(kwargs)
     if run is not None:
-        switch_attention(module, run.previous_implementation.pop())
+        internals.switch_attention(module, run.previous_implementation.pop())
 
 
 def head_of(causal_lm: PreTrainedModel) -> Head:
@@ -300,7 +294,7 @@ def _is_plain(causal_lm: PreTrainedModel) -> bool:
     if type(output) is not nn.Linear or output.in_features != config.hidden_size or "forward" in output.__dict__:
         return False
     is_whole = {type(output.weight), type(output.weight.data)} <= PLAIN
-    return is_whole and all(getattr(hook, "only_observes", False) for hook in hooks_of(output))
+    return is_whole and all(getattr(hook, "only_observes", False) for hook in internals.hooks_of(output))
 
 
 @torch.no_grad()
@@ -347,7 +341,7 @@ class _GivenStates(nn.Module):
 
 
 @dataclass
-class _States(ModelOutput):
+class _States(internals.ModelOutput):
     """A backbone output in which all optional fields are None."""
 
     last_hidden_state: Tensor | None = None

@@ -53,8 +53,9 @@ class BitsAndBytesKeys(Section):
         return {"quant_type": self.bnb_4bit_quant_type, "compress_statistics": self.bnb_4bit_use_double_quant}
 
 
-# dtypes of weights and inputs whose groups of weights with the same scale have a size of their own.
-FIXED_GROUPS = {("int4", "float8_e4m3fn"): 128, ("mxfp4", "mxfp4"): 32, ("nvfp4", "nvfp4"): 16}
+# dtypes of weights and of inputs that torchao can round during training -> size of groups of weights, if it is fixed.
+ROUNDED = {("int8", None): None, ("int4", None): None, ("int4", "int8"): None, ("int4", "float8_e4m3fn"): 128}
+ROUNDED |= {("float8_e4m3fn", "float8_e4m3fn"): None, ("mxfp4", "mxfp4"): 32, ("nvfp4", "nvfp4"): 16}
 
 
 class QatSection(Section):

@@ -10,7 +10,7 @@ from pathlib import Path
 from ebft.catalog import as_folder, is_gguf, unknown_template
 from ebft.config import rules
 from ebft.config.axolotl import IGNORED_KEYS, PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
-from ebft.config.keys.models import FIXED_GROUPS, AdapterKeys
+from ebft.config.keys.models import ROUNDED, AdapterKeys
 from ebft.config.keys.run import RATE_KEYS
 from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
@@ -96,11 +96,6 @@ def _both_set(c: MethodConfig) -> Iterator[str]:
         yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
 
 
-# dtypes of weights and of inputs that torchao can round during training.
-_ROUNDED = [("int8", None), ("int4", None), ("int4", "int8"), ("int4", "float8_e4m3fn")]
-_ROUNDED += [("float8_e4m3fn", "float8_e4m3fn"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]
-
-
 def _needs_another(c: MethodConfig) -> Iterator[str]:
     if c.adapter == "qlora" and not c.load_in_4bit:
         yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
@@ -112,13 +107,13 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.qat is not None and (c.adapter is not None or c.rl is not None or c.reward_model or c.process_reward_model):
         yield "qat is for SFT of all weights. Remove it, and use ebft quantize afterwards."
-    if c.qat is not None and (c.qat.weight_dtype, c.qat.activation_dtype) not in _ROUNDED:
-        pairs = "; ".join(" and ".join(filter(None, pair)) for pair in _ROUNDED)
-        yield f"qat.weight_dtype: {c.qat.weight_dtype} is not possible with this activation_dtype. Pairs are {pairs}."
-    fixed = c.qat and FIXED_GROUPS.get((c.qat.weight_dtype, c.qat.activation_dtype))
-    if c.qat is not None and fixed and c.qat.group_size not in (None, fixed):
-        yield f"qat.group_size is {fixed} with these dtypes. Remove it."
-    if c.qat is not None and c.qat.quantize_embedding and c.qat.weight_dtype not in ("int8", "int4"):
+    pair = c.qat and (c.qat.weight_dtype, c.qat.activation_dtype)
+    if pair and pair not in ROUNDED:
+        pairs = "; ".join(" and ".join(filter(None, pair)) for pair in ROUNDED)
+        yield f"qat.weight_dtype: {pair[0]} is not possible with this activation_dtype. Pairs are {pairs}."
+    elif pair and ROUNDED[pair] and c.qat.group_size not in (None, ROUNDED[pair]):
+        yield f"qat.group_size is {ROUNDED[pair]} with these dtypes. Remove it."
+    if pair and c.qat.quantize_embedding and pair[0] not in ("int8", "int4"):
         yield "qat.quantize_embedding needs weight_dtype: int8 or int4. Remove it."
     if c.reinit_weights and c.adapter is not None:
         yield "reinit_weights: true would train an adapter of random weights that are not saved. Remove one."

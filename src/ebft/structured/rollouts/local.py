@@ -158,7 +158,8 @@ class SharedPromptSampler:
         states = backbone_states(causal_lm, tokens, prefill)[last]
         cache = SharedCache(prefill, max(max_tokens))
         records = self._cuda_graphs and gpu.can_record(device) and not is_sharded(causal_lm)
-        decode = _RecordedDecoder(causal_lm, cache) if records else None
+        decode = lambda token: backbone_states(causal_lm, token, DecodePass(cache, all_room=records))
+        shape = recorded = None
         drawn = _Drawn(len(prompts), self._end_ids, device)
         for length in range(1, max(max_tokens) + 1):
             token = self._draw(head.logits(states), drawn)
@@ -173,7 +174,11 @@ class SharedPromptSampler:
                 token = token[rows]
                 cache.keep(kept, rows)
                 drawn.keep(kept, rows)
-            states = backbone_states(causal_lm, token, DecodePass(cache)) if decode is None else decode(token)
+            if not records or shape != cache.shape:
+                shape, recorded, states = cache.shape, None, decode(token)
+            else:  # the second pass of a shape is recorded, and repeated while the shape is the same
+                recorded = gpu.Recording(decode, token) if recorded is None else recorded
+                states = recorded(token)
             cache.advance()
         drawn.read()
         return drawn.completions
@@ -188,27 +193,6 @@ class SharedPromptSampler:
             token = sample_tokens(softmax.probabilities[:, : self._known], drawn.noise())
         drawn.add(token.squeeze(-1), softmax.logps(token).squeeze(-1))
         return token.squeeze(-1)
-
-
-class _RecordedDecoder:
-    """Decode passes over a cache. The second one of a shape is recorded, and repeated while the shape is the same."""
-
-    def __init__(self, causal_lm: PreTrainedModel, cache: SharedCache) -> None:
-        self._causal_lm, self._cache = causal_lm, cache
-        self._shape: tuple[int, int] | None = None
-        self._recording: gpu.Recording | None = None
-
-    def __call__(self, token: Tensor) -> Tensor:
-        """Return the states (N, D) after the next token of every sample, (N,); valid until the next call."""
-        if self._shape != self._cache.shape:
-            self._shape, self._recording = self._cache.shape, None
-            return self._states(token)
-        if self._recording is None:
-            self._recording = gpu.Recording(self._states, token)
-        return self._recording(token)
-
-    def _states(self, token: Tensor) -> Tensor:
-        return backbone_states(self._causal_lm, token, DecodePass(self._cache, all_room=True))
 
 
 # Tokens of each sample that are drawn before the process waits for the device, to read them and to drop the samples

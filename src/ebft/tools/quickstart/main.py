@@ -33,18 +33,8 @@ from ebft.run.training import train
 from ebft.strided.held_out import held_out_metrics
 from ebft.structured.rollouts.local import Generator
 from ebft.structured.rollouts.turns import Sampling
+from ebft.tools.quickstart import run as common
 from ebft.tools.quickstart import smollm2, tiny
-from ebft.tools.quickstart.run import (
-    CONFIGS,
-    Phases,
-    Run,
-    check_output,
-    command_line,
-    console,
-    own_copy,
-    save_summary,
-    show_command,
-)
 
 TINY = "tiny"
 METHODS = {"ebft": "Energy-based fine-tuning", "sft": "Supervised fine-tuning"}
@@ -56,13 +46,13 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     title = METHODS[method]
     default = tiny.OUTPUT if model == TINY else smollm2.OUTPUT
     output = output or (default if method == "ebft" else default.with_name(f"{default.name}-{method}"))
-    console.print(f"[bold]{title}, seed {seed}.[/] Everything made goes to {escape(str(output))}.")
-    check_output(output)
+    common.console.print(f"[bold]{title}, seed {seed}.[/] Everything made goes to {escape(str(output))}.")
+    common.check_output(output)
     if model == TINY:
         tiny.quickstart_tiny(output, seed, tiny.SCALES[scale], method)
         return
-    own_copy(CONFIGS / "smollm2.yaml", output)
-    phases = Phases(count=6)
+    common.own_copy(common.CONFIGS / "smollm2.yaml", output)
+    phases = common.Phases(count=6)
     run = smollm2.prepare_smollm2(phases, output, seed, model, scale)
     if method == "sft":
         run = replace(run, overrides=[*run.overrides, "rl="])
@@ -78,7 +68,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         written_before = greedy_completions(policy, tokenizer, prompts)
 
     with phases.phase(method, f"{title} with LoRA"):
-        show_command(run.config_file, run.overrides)
+        common.show_command(run.config_file, run.overrides)
         result = train(config)
 
     with phases.phase("after", "Held-out files, after: the same documents, noise and feature network"):
@@ -89,14 +79,14 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         texts = map(tokenizer.decode, prompts), written_before, written_after, map(tokenizer.decode, references)
         shown = list(map(Continuations, *texts))
         with (output / "samples.txt").open("w", encoding="utf-8") as file:
-            for page in (console, printed.safe_console(file=file, width=140)):
+            for page in (common.console, printed.safe_console(file=file, width=140)):
                 for sample in shown:
                     page.print(side_by_side(sample, page.width), "", soft_wrap=False)
-        console.print(result_table(before, after))
+        common.console.print(result_table(before, after))
     found = {"before": means(before), "after": means(after), "samples": list(map(vars, shown))}
     found["change_standard_error"] = {name: error for name, _, error in mean_changes(before, after)}
-    save_summary(output / "summary.json", {method: config}, phases.seconds, seed=seed, **found)
-    console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
+    common.save_summary(output / "summary.json", {method: config}, phases.seconds, seed=seed, **found)
+    common.console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
     print_next_steps(output, run, shown[0].prompt)
 
 
@@ -108,12 +98,12 @@ FILES = (
 )
 
 
-def print_next_steps(output: Path, run: Run, prompt: str) -> None:
+def print_next_steps(output: Path, run: common.Run, prompt: str) -> None:
     """Print the files of the run, and what to do with one's own text and with the adapter."""
-    console.print()
+    common.console.print()
     for what, file in FILES:
         if (output / file).exists():  # SFT has another folder
-            console.print(f"{what + ':':26}{output / file}", highlight=False)
+            common.console.print(f"{what + ':':26}{output / file}", highlight=False)
     if shutil.which("ebft") is None:
         activate = os.path.relpath(Path(sys.prefix) / "bin" / "activate")
         _show("\nTo have the command `ebft` in this shell:", f"source {activate}")
@@ -121,7 +111,7 @@ def print_next_steps(output: Path, run: Run, prompt: str) -> None:
     own = f"ebft init DATA --model {shlex.quote(config.base_model)}"
     _show("\nTrain it on your own DATA, a file of rows or a folder of texts:", f"{own}\nebft train run.yaml")
     options = [*run.overrides, "--output", str(output / "evaluation.json")]
-    _show("Evaluate the adapter beside the base model:", command_line("evaluate", run.config_file, options))
+    _show("Evaluate the adapter beside the base model:", common.command_line("evaluate", run.config_file, options))
     dtype = str(load.weights_dtype(config)).removeprefix("torch.")
     program = f"""\
 from peft import AutoPeftModelForCausalLM
@@ -131,13 +121,13 @@ tokenizer = AutoTokenizer.from_pretrained("{output / "ebft"}")
 inputs = tokenizer({prompt!r}, return_tensors='pt')
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=48)[0]))"""
     _show("\nUse the adapter in Python:", program)  # in the dtype of training
-    console.print("\nEvery key of a config: ebft config. Your own model, a folder or a hub id: base_model=...")
+    common.console.print("\nEvery key of a config: ebft config. Your own model, a folder or a hub id: base_model=...")
 
 
 def _show(what: str, lines: str) -> None:
-    console.print(what, highlight=False)
+    common.console.print(what, highlight=False)
     for line in lines.split("\n"):
-        console.print(f"  {line}", style="bold", highlight=False, markup=False)
+        common.console.print(f"  {line}", style="bold", highlight=False, markup=False)
 
 
 # Metric, which way is better. Metrics that each model whitens by its own samples cannot be compared, and are not here.
