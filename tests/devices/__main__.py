@@ -4,8 +4,6 @@ Prints what the second step starts and waits for, by line of `src/ebft`. Fails i
 names the line, if a logged number or a trained weight is not the CPU's, or if a step waits more often than it may.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """A CUDA graph that a CPU pretends to record: operations that are repeated on the same memory, as one kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The runs of the golden files: ten steps of each method on a tiny model, made from fixed seeds, and what they log."""
 
-from __future__ import annotations
-
 import json
 import platform
 import warnings

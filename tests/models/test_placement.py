@@ -49,11 +49,10 @@ def test_the_copy_follows_the_policy_unless_a_gpu_is_idle(tiny_llama_dir, monkey
     assert FeatureNetwork(model, [0.5], "last_token", "cpu").device.type == "cpu" and len(asked) == 1, "it is set"
 
 
-@pytest.mark.parametrize(("gpus", "keys", "said"), [
-    (2, {}, "Method: SFT (rl is not set), one process, on one of 2 GPUs"), (1, {}, "Method: SFT (rl is not set)"),
-    (2, {"device_map": "auto"}, "Method: SFT (rl is not set)"),
-])  # fmt: skip
-def test_the_summary_says_how_many_gpus_a_process_leaves_idle(make_config, monkeypatch, gpus, keys, said):
-    config = make_config(max_steps=1, **keys)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert start_summary(config, nn.Linear(1, 1), range(4), None, None).splitlines()[0] == said
+def test_the_summary_says_how_many_gpus_a_process_leaves_idle(make_config, monkeypatch):
+    for gpus, keys, said in ((2, {}, ", one process, on one of 2 GPUs"), (1, {}, ""), (2, {"device_map": "auto"}, "")):
+        config = make_config(max_steps=1, reinit_weights=True, qat={"fake_quant_after_n_steps": 2}, **keys)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        lines = start_summary(config, nn.Linear(1, 1), range(4), None, None).splitlines()
+        assert lines[0] == f"Method: SFT (rl is not set){said}"
+        assert lines[1].endswith(", float32, random weights, rounded to int8 from step 3")

@@ -1,7 +1,5 @@
 """Small runs of the preference methods: rows, models and configs that the tests share."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

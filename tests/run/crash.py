@@ -1,7 +1,5 @@
 """Runs of every method on a tiny model, each a process forked from this one, with what is injected: kills, signals."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

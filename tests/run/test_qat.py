@@ -47,8 +47,15 @@ def test_embeddings_and_mxfp4():
         round_weights(rounding)
         assert 0.01 < (rounding(ids).logits - before).abs().max() < before.abs().max()
         assert (type(rounding.get_input_embeddings()) is nn.Embedding) == (section is both)
-    with pytest.raises(ModelError, match="nvfp4 needs a GPU"):
-        prepare_rounding(model, QatSection(weight_dtype="nvfp4", activation_dtype="nvfp4"))
+    for family, section, message in (
+        ("llama", {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}, "with nvfp4 needs a GPU"),
+        ("gemma3_text", {"quantize_embedding": True}, "cannot round embeddings that are scaled|also the output layer"),
+        ("llama", {"group_size": 7}, "group_size: 7 does not divide"), ("gpt2", {}, "finds no linear layers"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=message):
+            prepare_rounding(tiny_model(family), QatSection(**section))
+    prepare_rounding(router := tiny_model("phimoe"), QatSection())
+    assert router(ids).logits.isfinite().all()
 
 
 def test_a_run_rounds_after_some_steps_and_saves_what_is_not_rounded(make, out):
