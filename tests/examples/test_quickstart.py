@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from ebft import load_config
@@ -106,11 +107,9 @@ def test_without_a_package_index_it_names_the_tiny_path(tmp_path):
 
 
 def test_base_weights_are_float32_where_bfloat16_is_emulated(monkeypatch):
-    monkeypatch.setattr(smollm2.torch.accelerator, "is_available", lambda: False)
-    seconds = {smollm2.torch.float32: 1.0}
-    monkeypatch.setattr("ebft.machine._product_seconds", seconds.get)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     for slower, expected in ((10.0, "float32"), (0.4, "bfloat16")):
-        seconds[smollm2.torch.bfloat16] = slower
+        monkeypatch.setattr("ebft.machine._product_seconds", {torch.float32: 1.0, torch.bfloat16: slower}.get)
         overrides = smollm2.config_overrides(smollm2.OUTPUT, 0, smollm2.NAME)
         assert load_config(smollm2.CONFIG, overrides).torch_dtype == expected
 

@@ -100,7 +100,6 @@ def prepare(model: nn.Module, may_run_rows: bool = False) -> PreTrainedModel:
     Raises ModelError for architectures that cannot share a prefix, unless `may_run_rows`, see `run_as_rows`.
     """
     causal_lm = unwrap_adapter(model)
-    take_programs(causal_lm)
     if "has_prefix_passes" in causal_lm.__dict__ or (may_run_rows and way_of(causal_lm) == ROWS):
         return causal_lm
     try:
@@ -108,7 +107,9 @@ def prepare(model: nn.Module, may_run_rows: bool = False) -> PreTrainedModel:
     except ModelError as error:
         if not may_run_rows:
             raise
+        take_programs(causal_lm)
         return run_as_rows(causal_lm, error)
+    take_programs(causal_lm)
     causal_lm.has_prefix_passes = True
     for module in backbone_of(causal_lm).modules():
         if hasattr(module, "config"):  # modules that read the attention implementation: backbone and attention

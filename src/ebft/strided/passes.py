@@ -442,7 +442,6 @@ def _node_tiles(
         block, step = _by_block(run)
         if is_decode and pattern.is_causal and isinstance(step, int):
             return None  # the own keys of a level are tokens that it continues
-        # Own keys that are later tokens, or masked by the pattern: (C, U)
         anchor, key_step = run.layout.block_anchors[block, None], torch.arange(num_keys, device=block.device)
         step = step[:, None] if isinstance(nodes, Nodes) else step
         hidden = (key_step > step).expand(len(block), -1)
