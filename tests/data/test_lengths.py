@@ -53,20 +53,15 @@ def config(make_config):
     (None, 20, 12, [], {NO_ROOM: 1}),
     ("truncate", 30, 0, [12], {TRUNCATED: 1}),
     ("drop", 30, 0, [], {"longer than sequence_len": 1}),
+    ("minimum", 11, 0, [], {"shorter than min_sample_len": 1}), ("minimum", 12, 0, [12], {}),
 ])  # fmt: skip
 def test_lengths(config, make_config, strategy, length, prompt, kept, counts):
     if strategy != "strided":
-        config = make_config("unused", sequence_len=12, rl=None, ebft=None, excess_length_strategy=strategy)
+        keys = {"min_sample_len": 12} if strategy == "minimum" else {"excess_length_strategy": strategy}
+        config = make_config("unused", sequence_len=12, rl=None, ebft=None, **keys)
     rows, found = cut(config, row_of([-100] * prompt + [7] * (length - prompt), prompt, [[prompt, length]]))
     assert ([len(row["input_ids"]) for row in rows], found) == (kept, counts)
     assert [row["turn_spans"] for row in rows] == [[[prompt, size]] for size in kept]
-
-
-def test_rows_below_a_minimum_are_dropped_and_counted(make_config):
-    for length, kept, counts in ((11, [], {"shorter than min_sample_len": 1}), (12, [12], {})):
-        config = make_config("unused", sequence_len=12, min_sample_len=12, rl=None, ebft=None)
-        rows, found = cut(config, row_of([7] * length, 0))
-        assert ([len(row["input_ids"]) for row in rows], found) == (kept, counts)
 
 
 @pytest.mark.parametrize(("labels", "prompt_length", "kept", "counts"), [

@@ -63,7 +63,8 @@ def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
     assert result.exit_code == 0 and "run/quantized" in flat(result.output), result.output
     config["quantization"] = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 16}
     path.write_text(yaml.safe_dump(config))
-    for name, options, size in (("section", [], 16), ("option", ["--group-size", "8"], 8)):
+    qat = ["rl=", "ebft=", "quantization=", "qat={weight_dtype: int4, activation_dtype: int8, group_size: 4}"]
+    for name, options, size in (("section", [], 16), ("option", ["--group-size", "8"], 8), ("qat", qat, 4)):
         result = ebft("quantize", path, "--output", tmp_path / name, *options)
         assert result.exit_code == 0 and "after (int4)" in result.output, result.output
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)

@@ -1,9 +1,14 @@
 """The step has the shape it promises: how many tokens go through each layer, and how many rows through the head."""
 
+import time
+import timeit
+
 import pytest
+import torch
 from torch import nn
 
 from ebft.models.causal_lm import decoder_layers, is_reused
+from ebft.prefix.forward import ATTENTION, ROWS, STATES
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import distinct_beginnings, make_trainer, unequal_batch
 
@@ -49,3 +54,23 @@ def test_tokens_of_each_layer_and_rows_of_the_head(g, single_pass, merge, tmp_pa
     # Depth int(0.5 * 4) = 2: the upper half never runs.
     assert features == [27 + 22 + 13 + generated[g]] * 2 + [0, 0]
     assert sum(rows) == passes * (blocks + generated[g - 1]) + 26 + 15 + 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "way", "length", "most"), [
+    ("qwen3_5_text", STATES, 512, 3), ("qwen3", ROWS, 128, 60),
+])  # fmt: skip
+def test_what_other_ways_cost(family, way, length, most, tmp_path):
+    """Seconds of a step on one document, by the way that a model takes and by attention to a shared prefix."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "max_position_embeddings": 512}
+    options = {"stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4}
+    inputs, seconds = {"input_ids": torch.arange(length)[None] % 87 + 3}, {}
+    for name, taken in (("qwen3", ATTENTION), (family, way)):
+        model = tiny_model(name, **sizes, layer_types=None)
+        trainer = make_trainer(model, tmp_path / taken, single_pass=False, merge_rollouts=False, **options)
+        model.way = trainer.feature_network.causal_lm.way = taken
+        step = lambda trainer=trainer, model=model: trainer.compute_loss(model, inputs).backward()
+        seconds[taken] = min(timeit.repeat(step, timer=time.process_time, number=1, repeat=2))
+    ratio = seconds[way] / seconds[ATTENTION]
+    print(f"{way}, {length} tokens: {ratio:.2f} times the {seconds[ATTENTION]:.2f} s of {ATTENTION}")
+    assert ratio < most

@@ -11,7 +11,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -326,7 +326,7 @@ def _tokenised(cfg: Any) -> Transform:
         columns = "input_ids", "labels", "attention_mask"
         ids, labels, mask = (value_of(example, name) if name in example else None for name in columns)
         labels, mask = ids if labels is None else labels, [1] * len(ids or ()) if mask is None else mask
-        for problem in _problems_of_tokens(ids, labels, mask, len(tokenizer)):
+        if problem := _problem_of_tokens(ids, labels, mask, len(tokenizer)):
             raise DataError(problem)
         pairs = [(token, label != IGNORE) for token, label, is_kept in zip(ids, labels, mask) if is_kept]
         return _joined_row(pairs, cfg.train_on_inputs)
@@ -334,18 +334,18 @@ def _tokenised(cfg: Any) -> Transform:
     return transform_fn, _ALL
 
 
-def _problems_of_tokens(ids: Any, labels: Any, mask: Any, known: int) -> Iterator[str]:
-    """What is wrong with a row of tokens."""
+def _problem_of_tokens(ids: Any, labels: Any, mask: Any, known: int) -> str | None:
+    """What is wrong with a row of tokens, if anything is."""
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        yield f"input_ids must be a list of numbers of tokens, got {ids!r:.60}"
-    elif not len(ids) == len(labels) == len(mask):
-        yield f"there are {len(ids)} input_ids, but {len(labels)} labels and {len(mask)} values of attention_mask"
-    elif ids and not 0 <= min(ids) <= max(ids) < known:
-        yield f"input_ids has {max(ids)} and {min(ids)}, but the tokenizer has {known} tokens"
-    elif wrong := [pair for pair in zip(labels, ids) if pair[0] not in (IGNORE, pair[1])]:
-        yield f"the label {wrong[0][0]} of the token {wrong[0][1]} is neither the same nor {IGNORE}"
-    elif "0" in "".join("1" if value else "0" for value in mask).strip("0"):
-        yield "attention_mask has gaps"
+        return f"input_ids must be a list of numbers of tokens, got {ids!r:.60}"
+    if not len(ids) == len(labels) == len(mask):
+        return f"there are {len(ids)} input_ids, but {len(labels)} labels and {len(mask)} values of attention_mask"
+    if ids and not 0 <= min(ids) <= max(ids) < known:
+        return f"input_ids has {max(ids)} and {min(ids)}, but the tokenizer has {known} tokens"
+    if wrong := [pair for pair in zip(labels, ids) if pair[0] not in (IGNORE, pair[1])]:
+        return f"the label {wrong[0][0]} of the token {wrong[0][1]} is neither the same nor {IGNORE}"
+    has_gaps = "0" in "".join("1" if value else "0" for value in mask).strip("0")
+    return "attention_mask has gaps" if has_gaps else None
 
 
 def _joined_row(tokens: list[tuple[int, bool]], train_on_inputs: bool) -> dict[str, Any]:
