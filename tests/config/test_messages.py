@@ -43,8 +43,8 @@ def structured(**trl):
     ({**LORA, "load_in_8bit": True, "gguf_file": "a.gguf"}, "`ebft fetch some/model/a.gguf --output DIR`, and set"),
     ({"bnb_config_kwargs": {"llm_int8_threshold": 5.0}}, "llm_int8_threshold: 5.0 has no effect without load_in_8bit"),
     ({**EXPERTS, **VLLM}, "with trl.use_vllm: vLLM does not load"),
-    ({**LORA, "adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True, "fsdp": True},
-     "quantize_moe_experts is not supported with fsdp"),
+    ({**LORA, "adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True, "deepspeed": "zero2"},
+     "quantize_moe_experts is not supported with deepspeed"),
     ({"unfrozen_parameters": ["lm_head.weight$[:128]"]}, "selects rows, but parameters are"),
     ({"model_type": "AutoModelForSequenceClassification"}, "set reward_model: true, or"),
     # Optimizer, batches, precision

@@ -187,7 +187,7 @@ def test_what_cannot_be_merged(edit, message, saved, tmp_path):
 PLAIN, FP4 = {"bnb_4bit_use_double_quant": False}, {"bnb_4bit_quant_type": "fp4"}
 
 
-@pytest.mark.parametrize("bits, experts, kwargs", [(8, False, {}), (4, True, {}), (4, False, FP4), (4, True, PLAIN)])
+@pytest.mark.parametrize("bits, experts, kwargs", [(8, False, {}), (8, True, {}), (4, False, FP4), (4, True, PLAIN)])
 def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
     base, adapter = saved(mixtral(), target_parameters=EXPERTS) if experts else saved()
@@ -196,21 +196,21 @@ def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, t
     merge_adapter(MergeSource(adapter, str(base), quantised=settings), tmp_path / "merged")
     options = {"quant_type": "fp4" if kwargs is FP4 else "nf4", "compress_statistics": kwargs is not PLAIN}
     expected = with_adapter(base, adapter)
-    for weight in expected.parameters() if experts else ():
-        if weight.dim() == 3:
-            stored = functional.quantize_4bit(weight.data.bfloat16(), **options)
-            weight.data = functional.dequantize_4bit(*stored).float()
-    for name, module in expected.named_modules():
-        if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name:
-            weight = module.weight.data.bfloat16()
-            if bits == 4:
-                stored = functional.quantize_4bit(weight, **options)
-                weight = functional.dequantize_4bit(*stored)
-            else:
-                quantised, scale, _ = functional.int8_vectorwise_quant(weight.half())
-                weight = functional.int8_vectorwise_dequant(quantised, scale)
-            assert not torch.equal(module.weight.data, weight.float())
-            module.weight.data = weight.float()
+    weights = [each for each in expected.parameters() if each.dim() == 3] if experts else []
+    weights += [
+        module.weight
+        for name, module in expected.named_modules()
+        if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name
+    ]
+    for weight in weights:
+        before = weight.data.bfloat16()
+        if bits == 4:
+            weight.data = functional.dequantize_4bit(*functional.quantize_4bit(before, **options)).float()
+        else:
+            quantised, scale, _ = functional.int8_vectorwise_quant(before.half().flatten(0, -2))
+            weight.data = functional.int8_vectorwise_dequant(quantised, scale).view(before.shape)
+            weight.data = weight.data.bfloat16().float() if weight.dim() == 3 else weight.data
+        assert not torch.equal(weight.data, before.float())
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected.merge_and_unload())
 
 

@@ -130,25 +130,29 @@ def test_random_weights_keep_the_rest_of_the_model(make_base, make_config, token
         assert old.dim() == 1 or new.std().item() == pytest.approx(0.1, rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma4"])
+@pytest.mark.parametrize("kind, bits", [("qwen3_moe", 4), ("qwen3_moe", 8), ("gemma4", 4)])
 @pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
-def test_experts_in_four_bits(kind, make_base, make_config, tokenizer):
+def test_quantised_experts(kind, bits, make_base, make_config, tokenizer):
     """Loss and gradients are those of a dense model with the weights that quantisation leaves."""
     functional = pytest.importorskip("bitsandbytes").functional
     base = make_base(tiny_model(kind)) if kind != "gemma4" else make_base()
     if kind == "gemma4":
         save_multimodal(kind, base)
-    keys = {"base_model": base, "adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8}
+    keys = {"base_model": base, "adapter": "qlora" if bits == 4 else "lora", f"load_in_{bits}bit": True, "lora_r": 4}
     keys |= {"lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     dense = load.load_model(make_config(**keys), tokenizer)
     packed = load.load_model(make_config(**keys, quantize_moe_experts=True), tokenizer)
     for weight in dense.parameters():
         if weight.dim() == 3:
-            stored = functional.quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
-            weight.data = functional.dequantize_4bit(*stored)
+            if bits == 4:
+                stored = functional.quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
+                weight.data = functional.dequantize_4bit(*stored)
+            else:
+                stored, largest, _ = functional.int8_vectorwise_quant(weight.data.half().flatten(0, 1))
+                weight.data = (stored * largest[:, None] / 127).view(weight.shape)
     stored = [weight for weight in packed.parameters() if weight.dim() == 3]
     assert len(stored) == sum(weight.dim() == 3 for weight in dense.parameters()) >= 4
-    assert {weight.dtype for weight in stored} == {torch.uint8}
+    assert {weight.dtype for weight in stored} == {torch.uint8 if bits == 4 else torch.int8}
     assert forward_flops(packed, 7, 3) == forward_flops(dense, 7, 3)
     packed.gradient_checkpointing_enable({"use_reentrant": False})
     gradients = []

@@ -112,6 +112,22 @@ def test_two_processes_train_as_one(trained, inputs, name):
     assert_same(trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE), one)
 
 
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ADAPTED = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
+ADAPTED |= {"lora_target_parameters": EXPERTS, "chat_template": "chatml", "lora_target_linear": False}
+IN_8_BITS = {"load_in_8bit": True, "quantize_moe_experts": True}
+IN_4_BITS = {"adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
+
+
+@pytest.mark.parametrize("bits", [{}, IN_8_BITS, IN_4_BITS])
+@pytest.mark.parametrize("name", ["sft", "strided", "structured"])
+def test_fused_experts(name, bits, trained, moe):
+    keys = {**ADAPTED, **bits, "base_model": str(moe), "gradient_checkpointing": name == "sft"}
+    one = trained(name, 1, **keys)
+    assert all(value.any() and value.dtype == torch.float32 for value in one[1].values())
+    assert_same(trained(name, 2, **keys, **PARTS), one)
+
+
 @pytest.mark.parametrize("name", ["strided", "strided, adapter"])
 def test_checkpoints_resume_with_any_number_of_processes_and_are_merged(trained, name, tmp_path):
     one, parts = trained(name, 1), trained(name, 2, **PARTS)

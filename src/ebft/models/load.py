@@ -20,7 +20,7 @@ from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, war
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, find_base_model, find_model, pretrained_config, pretrained_model
-from ebft.models.weights import prepare_rounding, quantise_experts, quantises
+from ebft.models.weights import prepare_rounding, quantise_experts
 from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -49,8 +49,7 @@ def load_model(
     if config.adapter is not None:
         tell("pre_lora_load", base)
     model = attach_adapter(base, config)
-    is_four_bit = config.quantize_moe_experts and quantises(base)
-    if is_four_bit and not quantise_experts(model, **config.bnb_config_kwargs.four_bit):
+    if config.quantize_moe_experts and _is_quantised(config) and not quantise_experts(model, config):
         warn("quantize_moe_experts has no effect: the model has no fused experts.")
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows

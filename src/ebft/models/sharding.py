@@ -115,6 +115,24 @@ def keep_output_dtype(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
+def keep_whole_eight_bits(accelerator: Any, model: nn.Module) -> None:
+    """Keep FSDP2 from sharding linear layers in 8 bits, whose scales are attributes of the weights; PyTorch would not
+    find these by their names in the state dict."""
+    if _plugin(accelerator) is None:
+        return
+    in_eight = [
+        module for module in model.modules() if type(vars(module)["_parameters"].get("weight")).__name__ == "Int8Params"
+    ]
+    _plugin(accelerator).ignored_modules = in_eight or None
+    for module in in_eight:
+        module.register_state_dict_post_hook(_forget_scales)
+
+
+def _forget_scales(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in ("SCB", "weight_format"):
+        state.pop(prefix + name, None)
+
+
 def _plugin(accelerator: Any) -> Any:
     return getattr(accelerator.state, "fsdp_plugin", None)  # accelerate sets it with FSDP only
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,8 @@ from ebft.models.weight_files import WeightFiles, weight_files
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
 if TYPE_CHECKING:
-    from ebft.config.keys.models import QatSection
+    from ebft.config.keys.models import BitsAndBytesKeys, ModelSettings, QatSection
 
-PACKED = torch.uint8
 GROUP_SIZE = 32  # weights that share a scale, with int4
 
 
@@ -131,11 +131,9 @@ def round_weights(model: nn.Module) -> None:
         module.__class__ = vars(module).get("rounding", type(module))
 
 
-def quantise_experts(model: nn.Module, **options: Any) -> int:
-    """Quantise the frozen fused experts of a model in place, with `options` of `quantize_4bit`; return their number. To
+def quantise_experts(model: nn.Module, settings: ModelSettings) -> int:
+    """Quantise the frozen fused experts of a model in place, to as many bits as linear layers; return their number. To
     be called with the adapter attached: PEFT takes the shapes of experts when it adapts them."""
-    from bitsandbytes.functional import quantize_4bit
-
     # PEFT adds to a parameter before its module runs, in wrappers around it; the outermost is first.
     outermost: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -143,24 +141,45 @@ def quantise_experts(model: nn.Module, **options: Any) -> int:
             outermost.setdefault(id(module.get_base_layer()), module)
     count = 0
     for module in list(model.modules()):
-        states = {}
+        unpack: dict[str, Callable[[Tensor], Tensor]] = {}
         for name, weight in list(module.named_parameters(recurse=False)):
             stacks_experts = weight.dim() == 3 and weight.is_floating_point() and not isinstance(module, nn.Conv1d)
             if not stacks_experts or weight.requires_grad or weight.shape[-1] % 2:
                 continue
-            packed, states[name] = quantize_4bit(weight.data, **options)
+            packed, unpack[name] = _packed(weight.data, settings.bnb_config_kwargs if settings.load_in_4bit else None)
             _replace(module, name, packed.view(*weight.shape[:-1], -1))
-        if states:
-            around = outermost.get(id(module), module)
-            around.register_forward_pre_hook(partial(_dequantise, module, states))
-            around.register_forward_hook(partial(_restore, module, states), always_call=True)
-            count += len(states)
+        if unpack:
+            around, kept = outermost.get(id(module), module), dict[str, Tensor]()
+            around.register_forward_pre_hook(partial(_dequantise, module, unpack, kept))
+            around.register_forward_hook(partial(_restore, module, kept), always_call=True)
+            count += len(unpack)
     return count
 
 
-def quantises(model: nn.Module) -> bool:
-    """Whether transformers has quantised the linear layers of a model to 4 bits."""
-    return getattr(model, "is_loaded_in_4bit", False)  # absent in others
+def _packed(weight: Tensor, options: BitsAndBytesKeys | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A weight in 4 bits, or in 8 without options, as bitsandbytes stores linear layers, and what restores it."""
+    if options is not None:
+        packed, state = functional().quantize_4bit(weight, **options.four_bit)
+        return packed, partial(_from_four_bits, state)
+    packed, scale, _ = functional().int8_vectorwise_quant(weight.flatten(0, -2).half())
+    return packed, partial(_from_eight_bits, scale, weight.dtype)
+
+
+def _from_four_bits(state: Any, packed: Tensor) -> Tensor:
+    if state.absmax.device != packed.device:
+        state.to(packed.device)
+    return functional().dequantize_4bit(packed.view(-1, 1), state)
+
+
+def _from_eight_bits(scale: Tensor, dtype: torch.dtype, packed: Tensor) -> Tensor:
+    whole = functional().int8_vectorwise_dequant(packed.flatten(0, -2), scale.to(packed.device))
+    return whole.view(packed.shape).to(dtype)
+
+
+def functional() -> Any:
+    """The module `bitsandbytes.functional`."""
+    with doing("importing bitsandbytes (pip install 'ebft[qlora]')"):
+        return import_module("bitsandbytes.functional")
 
 
 def unpacked_size(weight: Tensor) -> int:
@@ -170,24 +189,18 @@ def unpacked_size(weight: Tensor) -> int:
 
 def is_packed(weight: Tensor) -> bool:
     """Whether a weight has 4 bits per element, two in each byte."""
-    return type(weight).__name__ == "Params4bit" or weight.dtype == PACKED
+    return type(weight).__name__ == "Params4bit" or weight.dtype == torch.uint8
 
 
-def _dequantise(module: nn.Module, states: Mapping[str, Any], *call: Any) -> None:
-    from bitsandbytes.functional import dequantize_4bit
-
-    for name, state in states.items():
-        packed = getattr(module, name).data
-        if state.absmax.device != packed.device:
-            state.to(packed.device)
-        state.packed = packed
-        _replace(module, name, dequantize_4bit(packed.view(-1, 1), state))
+def _dequantise(module: nn.Module, unpack: Mapping[str, Any], kept: dict[str, Tensor], *call: Any) -> None:
+    for name, whole in unpack.items():
+        kept[name] = getattr(module, name).data
+        _replace(module, name, whole(kept[name]))
 
 
-def _restore(module: nn.Module, states: Mapping[str, Any], *call: Any) -> None:
-    for name, state in states.items():
-        if getattr(module, name).dtype != PACKED:  # the pre-hook may have failed
-            _replace(module, name, state.packed)
+def _restore(module: nn.Module, kept: dict[str, Tensor], *call: Any) -> None:
+    for name in list(kept):  # fewer if the pre-hook failed
+        _replace(module, name, kept.pop(name))
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:

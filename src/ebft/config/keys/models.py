@@ -131,7 +131,7 @@ class ModelKeys(Section):
     for SFT without an adapter. What is saved is not rounded, see ebft quantize."""
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
     quantize_moe_experts: bool = False
-    """With load_in_4bit: also store fused experts in 4 bits, which are dequantised while a layer runs."""
+    """Also store fused experts in 4 or 8 bits (load_in_4bit, load_in_8bit); a layer dequantises them while it runs."""
     load_in_8bit: bool = Field(False, description="Load the base weights in 8 bits (adapter: lora).")
 
     unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = None

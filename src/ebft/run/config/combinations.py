@@ -43,14 +43,15 @@ def _adapter(c: MethodConfig) -> Iterator[str]:
 
 def expert_problems(config: MethodConfig, key: str) -> Iterator[str]:
     """What contradicts adapters of fused experts, which `key` selects, and PEFT does not refuse."""
-    changes = "adapted parameters are replaced as a whole during the forward pass"
     excluded = {
         "peft_layers_to_transform": "PEFT restricts modules only; name the layers, such as layers.1.mlp.experts",
-        **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), changes),
+        "deepspeed": "adapted parameters are replaced as a whole during the forward pass",
     }
     for other, reason in excluded.items():
         if getattr(config, other):
             yield f"{key} is not supported with {other}: {reason}. Remove one."
+    if config.fsdp_config and config.fsdp_config.auto_wrap_policy == "SIZE_BASED_WRAP":
+        yield f"{key} is not supported with auto_wrap_policy: SIZE_BASED_WRAP, which gathers experts alone. Remove it."
     if config.peft_init_lora_weights == "orthogonal":
         yield f"{key} is not supported with peft_init_lora_weights: orthogonal, since experts are stacked. Remove one."
     if config.method.rows == "prompts" and config.trl.use_vllm:
@@ -101,8 +102,13 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
     if c.load_in_4bit and c.adapter != "qlora":
         yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
-    if c.quantize_moe_experts and (c.fsdp or c.fsdp_config or c.deepspeed is not None):
-        yield "quantize_moe_experts is not supported with fsdp and deepspeed, which shard weights. Remove one."
+    if c.quantize_moe_experts and c.deepspeed is not None:
+        yield "quantize_moe_experts is not supported with deepspeed. Remove one, or use fsdp."
+    if c.quantize_moe_experts and c.fsdp_config and c.fsdp_config.cpu_ram_efficient_loading:
+        yield (
+            "quantize_moe_experts is not supported with cpu_ram_efficient_loading: each process needs the scales of "
+            "the weights. Set it to false."
+        )
     if c.load_in_8bit and c.adapter is None:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.qat is not None and (c.adapter is not None or c.rl is not None or c.reward_model or c.process_reward_model):
@@ -117,8 +123,8 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "qat.quantize_embedding needs weight_dtype: int8 or int4. Remove it."
     if c.reinit_weights and c.adapter is not None:
         yield "reinit_weights: true would train an adapter of random weights that are not saved. Remove one."
-    if c.quantize_moe_experts and not c.load_in_4bit:
-        yield "quantize_moe_experts: true requires load_in_4bit: true. Add it, or remove quantize_moe_experts."
+    if c.quantize_moe_experts and not (c.load_in_4bit or c.load_in_8bit):
+        yield "quantize_moe_experts: true requires load_in_4bit or load_in_8bit. Add one, or remove it."
     if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):
         yield f"dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it."
     if c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine":

@@ -242,5 +242,6 @@ class BitsAndBytesRounding:
             if self._settings.load_in_4bit:
                 stored = functional.quantize_4bit(loaded, **self._settings.bnb_config_kwargs.four_bit)
                 return functional.dequantize_4bit(*stored).to(weight.dtype)
-            quantised, scale, _ = functional.int8_vectorwise_quant(loaded.half())
-            return functional.int8_vectorwise_dequant(quantised, scale).to(weight.dtype)
+            quantised, scale, _ = functional.int8_vectorwise_quant(loaded.flatten(0, -2).half())
+            whole = functional.int8_vectorwise_dequant(quantised, scale).view(weight.shape)
+            return whole.to(self._dtype if weight.dim() == 3 else whole.dtype).to(weight.dtype)  # experts are rounded
