@@ -34,6 +34,7 @@ class Machine:
     processes: int = 1
     devices: tuple[str, ...] = ("cpu",)
     supports_tf32: bool = False
+    supports_float8: bool = True
 
 
 def memory_bytes() -> int | None:

@@ -76,6 +76,7 @@ def structured(**trl):
     (dataset(type="completion", skip=2), "datasets.0.skip is only read with streaming: true. Set split: train\\[2:\\]"),
     ({**dataset(train_on_eos="none"), "train_on_inputs": True}, "train_on_inputs: true .*, but datasets.0.train_on_e"),
     ({"rl": "dpo", "min_sample_len": 4}, "min_sample_len is not supported with "),
+    ({**LORA, "fp8": True}, "fp8 is for training of all weights"),
     ({**LORA, "qat": {}}, "qat is for SFT of all weights"),
     ({"qat": {"weight_dtype": "int8", "activation_dtype": "int8"}}, "weight_dtype: int8 is not possible with"),
     ({**LORA, "reinit_weights": True}, "reinit_weights: true would train an adapter of random weights"),
@@ -254,7 +255,9 @@ def test_what_has_no_effect_is_one_warning(keys, message):
     assert made.activation_offloading is replaced
 
 
-def test_what_the_machine_does_not_have_is_a_warning():
+def test_what_the_machine_does_not_have():
+    with pytest.raises(ConfigError, match="fp8 needs a GPU of compute capability 8.9"):
+        check_machine(config(fp8=True), Machine(has_accelerator=True, supports_bf16=True, supports_float8=False))
     for machine, key in ((GPU, "tf32"), (CPU, "activation_offloading")):
         with pytest.warns(UserWarning, match=f"{key}: true has no effect"):
             check_machine(config(**{key: True}), machine)

@@ -1,6 +1,7 @@
 """Rounding during training is what quantisation does afterwards, in forward passes of the trained model alone."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from ebft import train
 from ebft.config.keys.models import QatSection
 from ebft.errors import ModelError
 from ebft.methods.base_config import QuantizationSection
-from ebft.models.weights import prepare_rounding, round_weights, torchao_settings
+from ebft.models.weights import prepare_float8, prepare_rounding, round_weights, torchao_settings
+from tests.run.crash import config_of
 from tests.strided.families import tiny_model
 
 
@@ -35,6 +37,47 @@ def test_layers_round_as_they_are_quantised(keys):
     model(ids).logits.square().sum().backward()
     assert all(weight.grad.abs().sum() > 0 for weight in model.parameters())
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+class Float8Product(torch.autograd.Function):
+    @staticmethod
+    def rounded(x, dtype):
+        scale = torch.finfo(dtype).max / x.abs().max()
+        return (x * scale).to(dtype).float() / scale
+
+    @staticmethod
+    def forward(context, x, weight):
+        x, weight = (Float8Product.rounded(each, torch.float8_e4m3fn) for each in (x, weight))
+        context.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(context, gradient):
+        (x, weight), gradient = context.saved_tensors, Float8Product.rounded(gradient, torch.float8_e5m2)
+        return gradient @ weight, (gradient.flatten(0, -2).T @ x.flatten(0, -2))
+
+
+def test_products_in_float8():
+    """Values and gradients are those of products of rounded tensors; the number of tokens, 33, is padded."""
+    model = tiny_model("llama", hidden_size=32, intermediate_size=64).train()
+    plain, naive, ids = copy.deepcopy(model), copy.deepcopy(model), torch.arange(3, 36).view(3, 11)
+    prepare_float8(model)
+    frozen = copy.deepcopy(model)
+    round_weights(model)
+    for name, layer in naive.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            layer.forward = partial(lambda layer, x: Float8Product.apply(x, layer.weight), layer)
+    ours, expected, before = ([each(ids, labels=ids).loss, *each.parameters()] for each in (model, naive, plain))
+    for found in (ours, expected, before):
+        found[0].backward()
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=1e-5)
+    for mine, other in zip(ours[1:], expected[1:], strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-3 * other.grad.abs().max().item())
+    assert (ours[0] - before[0]).abs() > 1e-5
+    torch.testing.assert_close(frozen(ids).logits, plain(ids).logits, rtol=0, atol=0)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    with pytest.raises(ModelError, match="fp8 finds no linear layers"):
+        prepare_float8(tiny_model("llama", hidden_size=24, intermediate_size=40))
 
 
 def test_embeddings_and_mxfp4():
@@ -68,3 +111,14 @@ def test_a_run_rounds_after_some_steps_and_saves_what_is_not_rounded(make, out):
         saved = AutoModelForCausalLM.from_pretrained(f"{out}{after}").state_dict()
         assert all(saved[name].equal(weight) for name, weight in trainer.model.state_dict().items())
     assert losses[2][:2] == losses[9][:2] and losses[2][2] != losses[9][2] and losses[None][0] != losses[9][0]
+
+
+@pytest.mark.parametrize("method", ["strided_full", "structured_full"])
+def test_runs_in_float8(method, inputs, tmp_path):
+    ends = []
+    for fp8 in (False, True):
+        config = config_of(method, inputs, tmp_path / str(fp8), fp8=fp8, max_steps=2, eval_steps=1, logging_steps=1)
+        trainer = train(config).trainer
+        ends.append([entry for entry in trainer.state.log_history if "loss" in entry][-1])
+    assert ends[1]["grad_norm"] != ends[0]["grad_norm"]  # samples differ, too
+    assert ends[1]["entropy"] == pytest.approx(ends[0]["entropy"], rel=0.02)

@@ -31,8 +31,7 @@ _UNSUPPORTED = {
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
     "lisa_n_layers lisa_step_interval lisa_layers_attribute spectrum_top_fraction spectrum_model_name": "list the "
     "parameters in unfrozen_parameters",
-    "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
-    "change results. Set bf16: true",
+    "fp8_config": "the only recipe is tensorwise, the default of fp8. Remove it",
     "float32": "set bf16: false, which trains in float32",
     "nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert dsv4_fp8_nonexpert_mode": "weights are "
     "quantised with load_in_4bit or load_in_8bit only. Remove it",
@@ -230,6 +229,7 @@ _IGNORED = {
     "ddp_bucket_cap_mb ddp_broadcast_buffers": "PyTorch's default is used; models have no buffers that change",
     "lr_quadratic_warmup": "the warmup of transformers' schedules is linear",
     "eta_min": "it is not a key of axolotl either; set cosine_min_lr_ratio",
+    "fp8_enable_fsdp_float8_all_gather": "FSDP gathers weights in their own dtype",
     "heads_k_stride ring_attn_func": "sequences are not split over processes",
     "fsdp_version": "fsdp is not set",
     "fsdp_final_state_dict_type": "the final model is always gathered and saved whole",
@@ -263,6 +263,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "train_on_eos": ("turn",),
     "merge_method": ("memory_efficient",),
     "fsdp_version": (2,),
+    "fp8_enable_fsdp_float8_all_gather": (False, True),
     "fsdp_final_state_dict_type": ("FULL_STATE_DICT",),
     "model_type": _CLASSES,
     "tokenizer_type": ("AutoTokenizer",),

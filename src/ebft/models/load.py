@@ -20,7 +20,7 @@ from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, war
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, find_base_model, find_model, pretrained_config, pretrained_model
-from ebft.models.weights import prepare_rounding, quantise_experts
+from ebft.models.weights import prepare_float8, prepare_rounding, quantise_experts
 from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -108,6 +108,8 @@ def load_base_model(
     _fit_vocabulary(config, model, tokenizer)
     if config.qat is not None:
         prepare_rounding(model, config.qat)
+    if config.fp8:
+        prepare_float8(model)
     return model
 
 

@@ -119,10 +119,34 @@ def prepare_rounding(model: PreTrainedModel, wanted: QatSection) -> None:
     quantize_(model, settings, lambda module, name: type(module) is nn.Linear and name in linear)
     if embeddings:
         quantize_(model, QATConfig(weight_config=of_integers()), lambda module, name: name in embeddings)
+    _suspend(model)
+
+
+def prepare_float8(model: PreTrainedModel) -> None:
+    """Give linear layers, except the output layer, products in float8 with a scale for each tensor, in both directions.
+    They are off until `round_weights`; copies of the model keep them off. Raises ModelError if no layer has them."""
+    with doing("importing torchao (pip install 'ebft[quantize]')"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    output = model.get_output_embeddings()
+    fits = lambda module, _: (
+        type(module) is nn.Linear and module is not output and not any(size % 16 for size in module.weight.shape)
+    )
+    # Numbers of tokens that 16 does not divide are padded.
+    convert_to_float8_training(model, config=Float8LinearConfig(pad_inner_dim=True), module_filter_fn=fits)
+    if not _suspend(model):
+        raise ModelError("fp8 finds no linear layers whose sizes 16 divides. Remove it.")
+
+
+def _suspend(model: nn.Module) -> bool:
+    """Give layers of torchao the class that they had before, until `round_weights`; whether there are any."""
+    found = False
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and type(module).__module__.startswith("torchao."):
+            found = True
             plain = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
             vars(module)["rounding"], module.__class__ = type(module), plain
+    return found
 
 
 def round_weights(model: nn.Module) -> None:

@@ -26,19 +26,19 @@ _PATIENCE = 3  # of loss_watchdog_threshold
 
 
 def callbacks_of(config: RunConfig) -> Iterator[TrainerCallback]:
-    """The callbacks for `early_stopping_patience`, `loss_watchdog_threshold`, `qat` and `profiler_steps`."""
+    """The callbacks for `early_stopping_patience`, `loss_watchdog_threshold`, `qat`, `fp8` and `profiler_steps`."""
     if config.early_stopping_patience is not None:
         yield EarlyStopping(config.early_stopping_patience)
     if config.loss_watchdog_threshold is not None:
         yield LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE)
-    if config.qat is not None:
-        yield RoundWeights(config.qat.fake_quant_after_n_steps or 0)
+    if config.fp8 or config.qat is not None:
+        yield RoundWeights((config.qat and config.qat.fake_quant_after_n_steps) or 0)
     if config.profiler_steps is not None:
         yield ProfileSteps(profiled_steps(config.profiler_steps, config.profiler_steps_start))
 
 
 class RoundWeights(TrainerCallback):
-    """Starts the rounding of `qat` after a number of steps; 0: before the evaluation at the start."""
+    """Starts the rounding of `qat` or `fp8` after a number of steps; 0: before the evaluation at the start."""
 
     def __init__(self, after: int) -> None:
         self._after = after

@@ -43,6 +43,8 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
             "fsdp shards the model over several processes, but only one runs. Start several, for example ebft train "
             "CONFIG --num-processes 2, or remove fsdp."
         )
+    if config.fp8 and not machine.supports_float8:
+        problems.append("fp8 needs a GPU of compute capability 8.9 (Ada, Hopper or newer). Set bf16: true instead.")
     if problems:
         raise ConfigError("\n".join(problems))
     if config.tf32 and not machine.supports_tf32:

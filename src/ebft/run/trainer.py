@@ -88,6 +88,7 @@ def this_machine() -> Machine:
         processes=launched_processes(),
         devices=tuple(devices),
         supports_tf32=is_torch_tf32_available(),
+        supports_float8=not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9),
     )
 
 

@@ -162,6 +162,10 @@ class PrecisionKeys(Section):
     """Train in bfloat16, including the weights (without an adapter, torch_dtype: float32 preserves small updates). auto
     enables it if the GPU supports it."""
     fp16: bool = Field(False, description="Train in float16 mixed precision.")
+    fp8: bool = False
+    """Compute the products of linear layers, except the output layer, in float8 with torchao, during training of all
+    weights. Weights, frozen copies and what is saved keep their dtype. Needs a GPU of compute capability 8.9 (Ada,
+    Hopper); on CPU, it is for tests."""
     tf32: bool | None = None
     """Use TF32 matrix products on Ampere and newer GPUs. If unset, PyTorch's default."""
 

@@ -113,6 +113,8 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.qat is not None and (c.adapter is not None or c.rl is not None or c.reward_model or c.process_reward_model):
         yield "qat is for SFT of all weights. Remove it, and use ebft quantize afterwards."
+    if c.fp8 and (c.adapter is not None or c.qat is not None or c.reward_model or c.process_reward_model):
+        yield "fp8 is for training of all weights of a language model, without adapter and qat. Remove one."
     pair = c.qat and (c.qat.weight_dtype, c.qat.activation_dtype)
     if pair and pair not in ROUNDED:
         pairs = "; ".join(" and ".join(filter(None, pair)) for pair in ROUNDED)
