@@ -85,8 +85,6 @@ def structured(**trl):
     (stream(max_steps=None), "max_steps is missing: a stream has no length"),
     (stream({"split": "train[:9]"}), "split: train\\[:9\\] is not supported .*Set skip"),
     (stream(val_set_size=2), "val_set_size is not supported with streaming: a stream"),
-    ({**dataset(), "streaming": True, "max_steps": 10},
-     "datasets.0.type: chat_template is not supported with streaming.*type: completion"),
     (stream(**STRIDED), "streaming is not supported with strided mode.*train\\[:100000\\]"),
     (stream(dataset_exact_deduplication=True), "deduplication is not supported with streaming, which does not keep"),
     ({**strided(log_completions=True), "log_rollouts": "none"}, "none contradicts ebft.log_completions: true"),

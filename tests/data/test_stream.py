@@ -6,7 +6,8 @@ from itertools import islice
 import pytest
 from datasets import Dataset, IterableDataset
 
-from ebft.data.stream import SKIPPED, Position, StreamedDocuments, StreamRows, StreamSource
+from ebft.data.stream import SKIPPED, Position, StreamedDocuments, StreamRows, StreamSource, Tokens
+from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, told
 
 
@@ -110,11 +111,14 @@ def test_no_more_than_a_block_is_read_ahead_and_an_error_names_the_row():
 LENGTHS = (3, 6, 1, 0, 2)
 
 
-def stream(length=4, apart=True, seed=None, size=3, lengths=LENGTHS):
+def stream(length=4, apart=True, seed=None, size=3, lengths=LENGTHS, whole=False):
     def sources():
         return [StreamSource("rows", Dataset.from_dict({"n": list(range(len(lengths)))}).to_iterable_dataset())]
 
-    encode = lambda document: [10 * document.row["n"] + place + 1 for place in range(lengths[document.row["n"]])]
+    def encode(document):
+        ids = [10 * document.row["n"] + place + 1 for place in range(lengths[document.row["n"]])]
+        return Tokens(ids, [IGNORE] * (len(ids) // 2) + ids[len(ids) // 2 :], True) if whole else Tokens(ids, ids)
+
     return StreamRows(StreamedDocuments(sources, size, seed), encode, length, apart)
 
 
@@ -131,9 +135,24 @@ def test_documents_fill_rows_and_continue_in_the_next_one():
     assert row["input_ids"] == [1, 2, 3, 11] and row["labels"] == [-100, 2, 3, 11] and "seq_lengths" not in row
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_the_position_after_a_row_gives_the_rows_after_it(seed):
-    made = stream(seed=seed)
+def test_documents_with_prompts_stay_whole():
+    rows = taken(stream(length=7, lengths=(3, 6, 1, 4), whole=True).rows(), 4)
+    assert [row["input_ids"] for row in rows] == [
+        [1, 2, 3],
+        [*range(11, 17)],
+        [31, 32, 33, 34, 1, 2, 3],
+        [*range(11, 17)],
+    ]
+    assert [row["seq_lengths"] for row in rows] == [[3], [6], [4, 3], [6]]
+    assert [row["pieces"] for row in rows] == [1, 1, 2, 1]
+    assert rows[2]["labels"] == [-100, -100, 33, 34, -100, 2, 3]
+    (row,) = taken(stream(length=7, lengths=(3, 6, 1, 4), whole=True, apart=False).rows(), 1)
+    assert row["labels"] == [-100, 2, 3]
+
+
+@pytest.mark.parametrize("seed, whole", [(None, False), (3, False), (3, True)])
+def test_the_position_after_a_row_gives_the_rows_after_it(seed, whole):
+    made = stream(seed=seed, whole=whole, length=6 if whole else 4)
     rows = taken(made.rows(), 12)
     for number in range(9):
         position = rows[number]["position"]

@@ -58,8 +58,11 @@ def test_adapters_of_experts_exclude_what_replaces_weights(make):
     config = AutoConfig.for_model("mixtral", **settings, vocab_size=32, num_key_value_heads=1, num_local_experts=2)
     model = AutoModelForCausalLM.from_config(config)
     keys = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
-    check_adapted_experts(make(**keys, fsdp=True), model)
+    refused = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}
+    check_adapted_experts(make(**keys, **refused), model)
     model = get_peft_model(model, LoraConfig(target_modules=["w1", "w2", "w3"]))
     check_adapted_experts(make(**keys), model)
-    with pytest.raises(ConfigError, match="lora_target_modules, which adapts the fused experts .* with fsdp"):
-        check_adapted_experts(make(**keys, fsdp=True), model)
+    with pytest.raises(
+        ConfigError, match="lora_target_modules, which adapts the fused experts .* with auto_wrap_policy"
+    ):
+        check_adapted_experts(make(**keys, **refused), model)

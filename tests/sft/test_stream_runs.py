@@ -1,5 +1,6 @@
 """Whole runs on a stream: resuming, held-out data, workers, and what is refused."""
 
+import json
 import os
 import signal
 from itertools import islice
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from ebft import train
+from ebft.data.load import load_token_rows
+from ebft.data.stream import stream_rows
 from ebft.errors import ConfigError
+from ebft.models.pretrained import load_tokenizer
 from ebft.run.callbacks import TrainingInterrupted
 from ebft.sft.trainer import StreamTrainer
 
@@ -107,3 +111,27 @@ def test_held_out_documents_are_of_test_datasets_and_rows_as_one_text_give_other
     history = [entry["eval_ce_loss"] for entry in found.logs if "eval_ce_loss" in entry]
     assert len(history) == 2 and history[1] < history[0]
     assert "Data: a stream, " in (printed := capsys.readouterr().err) and "none held out" not in printed
+
+
+def test_rows_with_prompts_are_those_of_a_run_without_a_stream(make, tmp_path):
+    """Each is whole, with its labels; the one that is longer than a row is cut, with a warning."""
+    rows = [{"instruction": f"Say {n}", "output": "yes " * n} for n in (1, 2, 30, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"datasets": [{"path": tmp_path / "rows.jsonl", "type": "alpaca"}], "pretraining_dataset": None}
+    keys |= {"sequence_len": 128, "shuffle_merged_datasets": False, "streaming_multipack_buffer_size": 10}
+    config, whole = make(**keys, streaming=True), make(**keys)
+    tokenizer = load_tokenizer(config)
+    expected = load_token_rows(whole, tokenizer)[0]
+    with pytest.warns(UserWarning, match="row 2, and others, are cut to sequence_len"):
+        stream = stream_rows(config, tokenizer)
+        found = [row for row in islice(stream.rows(), 8)]
+    pieces = [list(zip(row["input_ids"], row["labels"])) for row in found]
+    parts = []
+    for row, pairs in zip(found, pieces):
+        for length in row["seq_lengths"]:
+            parts.append(pairs[:length])
+            pairs = pairs[length:]
+        assert not pairs and len(row["input_ids"]) <= 128
+    wanted = [list(zip(row["input_ids"], row["labels"])) for row in expected]
+    assert len(wanted) == 4 and parts[:8] == [*wanted, *wanted]
+    assert finished(config).trainer.state.global_step == 6

@@ -18,7 +18,7 @@ from ebft.config.user_functions import user_code
 from ebft.data import json_files, row_counts, sources, tables
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, doing, prefixed, shortened, told
+from ebft.errors import ConfigError, DataError, EBFTError, doing, prefixed, shortened, told
 from ebft.machine import is_main_process
 from ebft.printed import say
 
@@ -228,9 +228,13 @@ def tokenise(
 def tokeniser(
     entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, Any], int], dict[str, Any]]:
-    """Return the function that `tokenise` calls for each raw row and its number, for transforms of single rows."""
+    """Return the function that `tokenise` calls for each raw row and its number. Raises ConfigError for a transform
+    that does not give one row for each."""
     check = partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
-    return _Step(Source(entry, None), config, tokenizer, check, FEATURES).row
+    step = _Step(Source(entry, None), config, tokenizer, check, FEATURES)
+    if step.is_many or step.map_kwargs.get("batched"):
+        raise ConfigError(f"type: {entry.type} may give several rows for one, which streaming does not support.")
+    return step.row
 
 
 def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:

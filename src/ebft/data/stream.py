@@ -4,8 +4,8 @@ The raw rows of the sources are read in blocks, which are what is in memory at o
 among themselves, so that the position of a row is the position of its block in the sources, and its place in the block:
 resuming reads one block again, and no more.
 
-Documents are concatenated. One that does not fit into the rest of a row continues in the next row, as a document of its
-own, so that no token is left out and no row is padded.
+Documents are concatenated. A text that does not fit into the rest of a row continues in the next row, as a document of
+its own, so that no token is left out and no row is padded. A document with a prompt begins the next row instead.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import StreamSettings
-from ebft.data import apply, file_formats, json_files, load, repositories
+from ebft.data import apply, file_formats, json_files, load, repositories, row_counts
 from ebft.data import sources as raw
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, doing
+from ebft.errors import DataError, doing, warn
 
 State = dict[str, Any]  # of JSON values
 
@@ -37,6 +37,15 @@ class Document(NamedTuple):
     source: int
     number: int
     row: dict[str, Any]
+
+
+class Tokens(NamedTuple):
+    """The tokens of a document with their labels; `is_whole` if they stay in one row, since a part of a chat lacks what
+    its answer follows."""
+
+    ids: list[int]
+    labels: list[int]
+    is_whole: bool = False
 
 
 class StreamBlock(NamedTuple):
@@ -220,12 +229,12 @@ class Position:
 class StreamRows(torch.utils.data.IterableDataset):
     """The rows of a stream: `input_ids`, `labels`, `seq_lengths` of the documents in it, and `position` after it.
 
-    `encode` gives the tokens of a document. With `apart`, documents do not see each other: the first token of each has
+    `encode` gives the tokens of a document, none for one that is left out. With `apart`, documents do not see each other: the first token of each has
     no label. Otherwise a row is one text, without `seq_lengths`, and only its first token has none.
     """
 
     def __init__(
-        self, documents: StreamedDocuments, encode: Callable[[Document], list[int]], sequence_len: int, apart: bool
+        self, documents: StreamedDocuments, encode: Callable[[Document], Tokens], sequence_len: int, apart: bool
     ) -> None:
         self._documents, self._encode = documents, encode
         self._length, self._apart = sequence_len, apart
@@ -248,31 +257,34 @@ class StreamRows(torch.utils.data.IterableDataset):
     def rows(self, position: Position | None = None) -> Iterator[dict[str, Any]]:
         """Rows without end, from a position on."""
         position = position or Position()
-        pieces: list[list[int]] = []
+        pieces: list[Tokens] = []
         room, count = self._length, position.row
         for at, tokens in self._texts(position):
             start = at.token
-            while start < len(tokens):
-                pieces.append(tokens[start : start + room])
-                start, room = start + len(pieces[-1]), room - len(pieces[-1])
-                if room:
-                    continue
+            while start < len(tokens.ids):
+                if not (tokens.is_whole and room < len(tokens.ids)):
+                    pieces.append(Tokens(tokens.ids[start : start + room], tokens.labels[start : start + room]))
+                    start, room = start + len(pieces[-1].ids), room - len(pieces[-1].ids)
+                    if room:
+                        continue
                 count += 1
-                ids = [token for piece in pieces for token in piece]
-                row = {"input_ids": ids, "labels": [IGNORE, *ids[1:]], "pieces": len(pieces)}
-                if self._apart:
-                    row["labels"] = [label for piece in pieces for label in (IGNORE, *piece[1:])]
-                    row["seq_lengths"] = [len(piece) for piece in pieces]
-                yield {**row, "position": replace(at, row=count, token=start)}
+                yield {**self._row(pieces), "pieces": len(pieces), "position": replace(at, row=count, token=start)}
                 pieces, room = [], self._length
 
-    def _texts(self, start: Position) -> Iterator[tuple[Position, list[int]]]:
+    def _row(self, pieces: list[Tokens]) -> dict[str, Any]:
+        ids = [token for piece in pieces for token in piece.ids]
+        if not self._apart:
+            return {"input_ids": ids, "labels": [IGNORE, *[label for piece in pieces for label in piece.labels][1:]]}
+        labels = [label for piece in pieces for label in (IGNORE, *piece.labels[1:])]
+        return {"input_ids": ids, "labels": labels, "seq_lengths": [len(piece.ids) for piece in pieces]}
+
+    def _texts(self, start: Position) -> Iterator[tuple[Position, Tokens]]:
         """The position and the tokens of each usable document, without end; the first may have been read in part."""
         place, found = start.place, start.block is not None
         for block in self._documents.blocks(start.block):
             for number in range(place, len(block.documents)):
                 tokens = self._encode(block.documents[number])
-                if len(tokens) >= FEWEST:
+                if len(tokens.ids) >= FEWEST:
                     found = True
                     yield Position(start.row, block.start, number, start.token), tokens
                 start = replace(start, token=0)
@@ -301,16 +313,15 @@ def load_stream(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> l
 
 def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> StreamRows:
     """The stream of `datasets`; the first row of each source is read, so that errors come before a model is loaded."""
-    functions = [apply.tokeniser(entry, config, tokenizer) for entry in config.datasets]
+    encode = _Encoder(config, tokenizer)
     for number, source in enumerate(_sources(config.datasets)):
-        _tokens(functions, Document(number, *source.next_row()))
+        encode(Document(number, *source.next_row()))
     seed = config.seed if config.data_seed is None else config.data_seed
     order = seed if config.shuffle_merged_datasets else None
     open_all, size = partial(_sources, config.datasets), config.streaming_multipack_buffer_size
     weights = [entry.weight for entry in config.datasets]
     shares = [1.0 if weight is None else weight for weight in weights] if any(weights) else None
     documents = StreamedDocuments(open_all, size, order, shares)
-    encode = partial(_tokens, functions)
     return StreamRows(documents, encode, config.sequence_len, config.pretrain_multipack_attn)
 
 
@@ -331,5 +342,23 @@ def _sources(entries: list[Any]) -> list[StreamSource]:
     return [StreamSource(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
 
 
-def _tokens(functions: list[Any], document: Document) -> list[int]:
-    return functions[document.source](document.row, document.number)["input_ids"]
+class _Encoder:
+    """The tokens of documents, cut and left out as without a stream, with a warning for the first of each kind."""
+
+    def __init__(self, config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._functions = [apply.tokeniser(entry, config, tokenizer) for entry in config.datasets]
+        self._entries, self._longest, self._told = config.datasets, config.sequence_len, set[str]()
+
+    def __call__(self, document: Document) -> Tokens:
+        entry, row = self._entries[document.source], self._functions[document.source](document.row, document.number)
+        is_whole = entry.type not in ("completion", "completion.transform")
+        end = self._longest if is_whole else None
+        tokens = Tokens((row["input_ids"] or [])[:end], (row["labels"] or [])[:end], is_whole)
+        reason = row["reason"]
+        if not reason and is_whole and all(label == IGNORE for label in tokens.labels):
+            reason = row_counts.NO_REFERENCE
+        note = f"left out: {reason}" if reason else "" if tokens.ids == row["input_ids"] else "cut to sequence_len"
+        if note and note not in self._told:
+            self._told.add(note)
+            warn(f"{entry.path}: row {document.number}, and others, are {note}.")
+        return Tokens([], []) if reason else tokens

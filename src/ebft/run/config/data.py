@@ -43,8 +43,6 @@ def stream_problems(config: "MethodConfig") -> Iterator[str]:
         yield f"dataloader_num_workers: {workers} is not supported with streaming. Set it to 1 or 0."
     for number, entry in enumerate(config.datasets):
         where = f"datasets.{number}"
-        if entry.type not in ("completion", "completion.transform"):
-            yield f"{where}.type: {entry.type} is not supported with streaming, which reads text: set type: completion."
         if "[" in entry.split or "+" in entry.split:
             yield f"{where}.split: {entry.split} is not supported with streaming. Set skip to leave out the beginning."
         if entry.shards is not None:
