@@ -89,15 +89,6 @@ def find_checkpoints(config: RunConfig) -> Found:
     return found
 
 
-def refuse_checkpoint(output_dir: Path) -> None:
-    """Raise ConfigError if `output_dir` is a checkpoint of a run."""
-    if step_in_name(output_dir) is not None and (output_dir / STATE).is_file() and final_step(output_dir) is None:
-        raise ConfigError(
-            f"output_dir: {output_dir} is a checkpoint, whose files a run would replace. Set another output_dir; to "
-            "continue from the checkpoint, also set resume_from_checkpoint to it."
-        )
-
-
 def checkpoint_folders(output_dir: Path) -> list[Path]:
     """All folders of checkpoints in `output_dir`, also damaged ones, the lowest step first."""
     found = {path: step_in_name(path) for path in output_dir.glob("checkpoint-*") if path.is_dir()}

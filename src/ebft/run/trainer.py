@@ -98,12 +98,13 @@ _SAME_NAME = (
     *("dataloader_pin_memory", "dataloader_prefetch_factor", "neftune_noise_alpha", "torch_compile_backend"),
     *("torch_compile_mode", "trackio_space_id", "fp16", "torch_compile", "ddp_timeout"),
     *("output_dir", "save_total_limit", "save_only_model", "load_best_model_at_end", "logging_steps"),
-    *("hub_model_id", "hub_strategy", "hub_private_repo"),
+    *("hub_model_id", "hub_strategy", "hub_private_repo", "lr_scheduler_kwargs"),
 )
 _OTHER_NAME = {
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
     "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
     "wandb_name": "run_name",
     "trackio_project_name": "project",
 }
@@ -134,7 +135,10 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:
         details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
         kwargs[f"{checkpointing}_kwargs"] = details
-    kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
+    if config.cosine_min_lr_ratio is not None:
+        kwargs["lr_scheduler_type"] = "cosine_with_min_lr"
+        given = config.lr_scheduler_kwargs or {}
+        kwargs["lr_scheduler_kwargs"] = {**given, "min_lr_rate": config.cosine_min_lr_ratio}
     per_epoch = steps_of_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     if has_eval:
@@ -152,13 +156,6 @@ def use_bf16(config: RunConfig, machine: Machine) -> bool:
     if config.bf16 == "auto":
         return machine.supports_bf16 and not config.fp16
     return config.bf16
-
-
-def schedule_of(config: RunConfig) -> tuple[str, dict[str, Any] | None]:
-    """The name of the learning-rate schedule and its arguments, with `cosine_min_lr_ratio` as transformers has it."""
-    if config.cosine_min_lr_ratio is None:
-        return config.lr_scheduler, config.lr_scheduler_kwargs
-    return "cosine_with_min_lr", {**(config.lr_scheduler_kwargs or {}), "min_lr_rate": config.cosine_min_lr_ratio}
 
 
 def _precision_of_config(config: RunConfig, machine: Machine) -> str:
