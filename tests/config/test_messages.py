@@ -129,7 +129,6 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     (structured(use_vllm=True, vllm_mode="colocate"), "vllm_mode: colocate needs vLLM in this environment"),
     (structured(reward_funcs=["feature_matching"]), "feature_matching, feature_matching contains a duplicate"),
     (structured(vllm_importance_sampling_clip_min=3.0), "clip_min: 3 must be less than .*_cap: 3, for example 0.33"),
-    ({**structured(use_vllm=True), **LORA, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
 ])  # fmt: skip
 def test_refused_before_anything_is_loaded(tmp_path, keys, message):
     made, _ = warned(config, output_dir=str(tmp_path), **keys)

@@ -320,11 +320,6 @@ def _rollouts(config: MethodConfig) -> Iterator[str]:
     floor, cap = getattr(trl, _FLOOR), getattr(trl, _CAP) or _TRLS_CAP
     if floor is not None and floor >= cap:
         yield f"trl.{_FLOOR}: {floor:g} must be less than trl.{_CAP}: {cap:g}, for example {1 / max(cap, 1.5):.2g}."
-    if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
-        yield (
-            "lora_modules_to_save is not supported with vLLM, which cannot load adapters with full modules. Remove it, "
-            "or set trl.use_vllm: false."
-        )
 
 
 def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
