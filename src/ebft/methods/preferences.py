@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ebft.catalog import adapted_head, adapted_heads
 from ebft.config.section import Section
 from ebft.data.transforms import PreferenceColumns
-from ebft.methods.method import Method, class_at
-
-if TYPE_CHECKING:
-    from ebft.machine import Machine
-    from ebft.methods.method import MethodConfig
+from ebft.machine import Machine
+from ebft.methods.method import Method, MethodConfig, class_at
 
 
 class BetaKeys(Section):

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import as_folder, base_name, is_gguf
+from ebft.config.keys.models import ModelSettings
 from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, warn
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
@@ -24,10 +25,7 @@ from ebft.models.weights import prepare_rounding, quantise_experts, quantises
 from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
-if TYPE_CHECKING:
-    from ebft.config.keys.models import ModelSettings
-
-Settings = TypeVar("Settings", bound="ModelSettings")
+Settings = TypeVar("Settings", bound=ModelSettings)
 
 # Settings of generation that have no effect without sampling.
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff")
