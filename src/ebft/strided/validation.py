@@ -122,7 +122,8 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions
     DataError if a row exceeds the model's `max_position_embeddings`, or if no row is usable.
     """
     if isinstance(dataset, dict):
-        rules.check_parts(name, dataset)
+        if name == "train_dataset":  # several datasets are parts of an evaluation
+            raise DataError(f"train_dataset must be one dataset, got {', '.join(map(str, dataset))}. Select one.")
         return {key: usable_rows(f"{name}[{key!r}]", part, model, options) for key, part in dataset.items()}
     has_block = lambda row: any(count_row_blocks(*document, options) for document in row)
     if isinstance(dataset, IterableDataset):

@@ -26,7 +26,7 @@ from ebft.structured.config import STOPS
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts import local, server, turns
 from ebft.structured.rollouts.turns import Backend, Completion, Rollout
-from ebft.structured.trl import COMPLETIONS, LOGPROBS
+from ebft.structured.trl import COMPLETIONS, IDS, LOGPROBS, PROMPTS, SAMPLED
 
 Row = dict[str, Any]
 Batch = list[Row]
@@ -227,7 +227,13 @@ class Generation:
             trainer.log_mean(mode, "rollouts/staleness", trainer.state.global_step - self.sampled_from[1])
         tokenizer = trainer.text_tokenizer
         if self.is_interactive:  # TRL has made the messages
-            self.rollouts = rollouts_of(*fields[:COMPLETIONS], fields[LOGPROBS])
+            self.rollouts = []
+            for index, (prompt, ids) in enumerate(zip(fields[PROMPTS], fields[IDS], strict=True)):
+                sampled = [1] * len(ids) if fields[SAMPLED] is None else fields[SAMPLED][index]
+                runs = groupby(zip(sampled, ids), key=lambda pair: pair[0])  # adjacent sampled tokens are one reply
+                replies = [[token for _, token in run] for is_sampled, run in runs if is_sampled]
+                logps = None if fields[LOGPROBS] is None else fields[LOGPROBS][index]
+                self.rollouts.append(Rollout(prompt, ids, sampled, logps, replies))
         elif any(len(rollout.replies) > 1 for rollout in self.rollouts):
             texts = lambda rollout: tokenizer.batch_decode(rollout.replies, skip_special_tokens=True)
             fields[COMPLETIONS] = [
@@ -279,25 +285,6 @@ class Generation:
         lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
         longest = min((length for length in lengths if length is not None), default=None)
         return turns.Limits(self.max_completion_length, longest)
-
-
-def rollouts_of(
-    prompt_ids: list[list[int]],
-    completion_ids: list[list[int]],
-    sampled: list[list[int]] | None,
-    logps: list[list[float]] | None,
-) -> list[Rollout]:
-    """Return the result of TRL's generation as rollouts; `sampled` is 1 for sampled tokens, None if all are.
-
-    Adjacent sampled tokens are one reply.
-    """
-    rollouts = []
-    for index, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-        mask = [1] * len(ids) if sampled is None else sampled[index]
-        runs = [(key, [token for _, token in run]) for key, run in groupby(zip(mask, ids), key=lambda pair: pair[0])]
-        replies = [tokens for key, tokens in runs if key]
-        rollouts.append(Rollout(prompt, ids, mask, None if logps is None else logps[index], replies))
-    return rollouts
 
 
 class Prefetcher:

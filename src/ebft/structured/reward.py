@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from ebft import catalog, errors, files, machine, scores
 from ebft import transformers_internals as internals
 from ebft.config.options import RewardOptions, RewardOptionTypes
-from ebft.config.rules import options_from, resolve_single_completion
+from ebft.config.rules import options_from
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
@@ -70,7 +70,9 @@ class FeatureMatchingReward:
         model = pretrained.load(model)
         pretrained.check_adapter(model)
         self.options: RewardOptions = options_from(RewardOptions, dict(options))
-        resolve_single_completion(self.options, num_generations)
+        if num_generations == 1 and self.options.use_whitening:
+            self.options.use_whitening = False
+            errors.warn("num_generations: 1 has no other completion to whiten with: use_whitening is set to false.")
         self.num_generations = num_generations
         self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)
         self.end_ids: set[int] = end_token_ids(model, {*self.renderer.template.end_ids, *stop_token_ids})

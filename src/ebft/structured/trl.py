@@ -29,7 +29,7 @@ from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
 from ebft.transformers_internals import send_as_in_checkpoint
 
-IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
+PROMPTS, IDS, SAMPLED, COMPLETIONS, LOGPROBS = range(5)  # indices in the result of TRL's `_generate`
 ROW = "row"  # key of each row's index in the generation batch
 _OVER_TOKENS = ("kl", "entropy", "clip_ratio/", "cispo_clip_ratio", "vespo/")  # beginnings of names
 _REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model

@@ -151,11 +151,14 @@ _CURVES: tuple[tuple[str, dict[str, str], str], ...] = (
 
 def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
     """The curves for the metrics that the run has; parts of a total reward share a plot."""
-    found = []
+    found, ebft = [], config.get("ebft") or {}
+    # Usual ranges of values, by method and reward; values outside can be right for a run.
+    healthy = find_method(config.get("rl"), ebft.get("mode", "structured")).healthy
     for title, labels, wanted in _CURVES:
         series = {label or title: metrics.series[name] for name, label in labels.items() if name in metrics.series}
         if series:
-            found.append(Curve(title, series, wanted, healthy_range(title, config)))
+            usual = healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, healthy.get(title))
+            found.append(Curve(title, series, wanted, usual))
             if title == "learning_rate":  # which may be as small
                 found[-1].rounding = 0.0
     of_functions = [name for name in metrics.series if name.startswith("rewards/") and name.endswith("/mean")]
@@ -164,13 +167,6 @@ def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
         position = next((index + 1 for index, curve in enumerate(found) if curve.title == "total reward"), 0)
         found.insert(position, Curve("rewards", parts, "^"))
     return found
-
-
-def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
-    """The usual range of values of a curve, by method and reward; values outside can be right for a run."""
-    ebft = config.get("ebft") or {}
-    healthy = find_method(config.get("rl"), ebft.get("mode", "structured")).healthy
-    return healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, healthy.get(title))
 
 
 def range_text(healthy: Range) -> str:

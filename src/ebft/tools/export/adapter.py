@@ -24,8 +24,8 @@ from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
-from ebft.models import adapter_targets, load, pretrained, weight_files
-from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
+from ebft.models import adapter_targets, load, pretrained
+from ebft.models.adapter import UNMATCHED_RANK, not_whole, saved_layers, saved_rows
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
@@ -74,13 +74,6 @@ def read_lora_config(folder: Path) -> LoraConfig:
     if used:
         raise ModelError(f"{folder} uses {', '.join(used)}, which cannot be merged into the weights of the base model.")
     return config
-
-
-def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
-    """The adapter's weights. Raises ModelError if they are damaged, or the file contains more than tensors."""
-    path = weight_files.adapter_file(folder)
-    with weight_files.WeightFiles([path]) as file:
-        return {name: file.read(name) for name in check_tensors(path)}
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -23,16 +23,15 @@ from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import MODEL_WEIGHTS, RUN_FILE, file_hash, write_text
+from ebft.models.adapter import check_tensors
 from ebft.models.load import as_trained, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, find_base_model, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
+from ebft.run.config.schema import RunConfig
 from ebft.run_files import RECORDS, keys_of_base, read_object
 from ebft.tools.export import adapter as adapters
 from ebft.tools.export import checkpoint as checkpoints
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
-
-if TYPE_CHECKING:
-    from ebft.run.config.schema import RunConfig
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -81,7 +80,9 @@ def merge_adapter(
     interrupted, a second call continues it. `on_shard` is called with the number of finished shards and of all shards.
     Raises ModelError if the adapter or the base model cannot be merged.
     """
-    config, weights = adapters.read_lora_config(source.adapter), adapters.read_adapter_weights(source.adapter)
+    config, path = adapters.read_lora_config(source.adapter), adapter_file(source.adapter)
+    with WeightFiles([path]) as file:
+        weights = {name: file.read(name) for name in check_tensors(path)}
     base = checkpoints.base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
     checkpoint = checkpoints.read_checkpoint(base, checkpoints.DequantisedFiles)
