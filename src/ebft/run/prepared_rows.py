@@ -52,13 +52,9 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
     folder = base.expanduser() / json_hash(inputs)[:32]
     if (rows := read_rows(folder)) is not None:
         return Prepared(rows, folder, is_new=False)
-    problem = lambda error: DataError(
-        f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another folder, "
-        "or leave it unset to prepare rows in every run."
-    )
     line = f"Waiting for another process that prepares the rows in {folder}"
     waiting = lambda: say(line, err=True) if is_main_process() else None
-    with locked(folder, problem, waiting):
+    with locked(folder, "dataset_prepared_path", waiting):
         if (rows := read_rows(folder)) is not None:
             return Prepared(rows, folder, is_new=False)
         rows = config.method.load_rows(config, tokenizer)
