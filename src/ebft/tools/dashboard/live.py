@@ -91,16 +91,6 @@ class Metrics:
         return max(0.0, (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1]))
 
 
-def evaluation_changes(metrics: Metrics) -> list[tuple[str, float, float]]:
-    """Name, first and last value of each held-out metric with two values or more that compares models."""
-    found = []
-    for name, series in metrics.series.items():
-        left_out = name.endswith(("_runtime", "_per_second")) or name.removeprefix("eval_") in NOT_COMPARABLE
-        if name.startswith("eval_") and not left_out and len(series.values) > 1:
-            found.append((name, metrics.first[name], metrics.latest[name]))
-    return found
-
-
 Range = tuple[float | None, float | None]  # None: no bound
 
 

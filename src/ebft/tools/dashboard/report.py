@@ -16,7 +16,7 @@ from ebft.files import write_text
 from ebft.health.outcome import Outcome
 from ebft.printed import duration, printable
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
-from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
+from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, local_time, range_text
 from ebft.tools.dashboard.panels import axes, band, columns_of, number, outside_text
 from ebft.tools.dashboard.rollouts import PROMPT_CHARACTERS, Sample, first_and_last, heading, is_number
 
@@ -51,11 +51,12 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     before, after = first_and_last(folder, _SAMPLES)
     outcome = live.outcome()
     judged = {change.name for change in outcome.held_out} if outcome else set()
-    others = [
-        (name.removeprefix("eval_"), (f"{first:.4g}", f"{last:.4g}", f"{last - first:+.4g}"))
-        for name, first, last in evaluation_changes(live.metrics)
-        if name not in judged
-    ]
+    others = []
+    for name in [name for name in live.metrics.series if name.startswith("eval_") and name not in judged]:
+        plain, first, last = name.removeprefix("eval_"), live.metrics.first[name], live.metrics.latest[name]
+        left_out = name.endswith(("_runtime", "_per_second")) or plain in NOT_COMPARABLE
+        if not left_out and len(live.metrics.series[name].values) > 1:
+            others.append((plain, (f"{first:.4g}", f"{last:.4g}", f"{last - first:+.4g}")))
     compared = read_object(evaluation or folder / EVALUATION) or {}
     start = read_object(folder / START) or {}
     later = None  # a run that did not begin to train
