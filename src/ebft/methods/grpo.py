@@ -59,10 +59,7 @@ class GRPO(Method):
         yield from nemo_gym.conflicts(config)
         ours, theirs = config.vllm.port, config.trl.vllm_server_port
         if config.manages_server and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
-            yield (
-                f"vllm.port: {ours} and trl.vllm_server_port: {theirs} differ: with vllm_mode: managed, the server "
-                "listens on the first and the trainer connects to the second. Keep only one."
-            )
+            yield f"vllm.port: {ours} and trl.vllm_server_port: {theirs} differ with vllm_mode: managed. Keep one."
 
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
@@ -124,10 +121,7 @@ class GRPO(Method):
         trl = config.trl
         given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(trl, name))
         if given:
-            raise ConfigError(
-                f"ebft evaluate samples completions without {given}. Hold out rows in training instead (test_datasets "
-                "or val_set_size, with eval_strategy)."
-            )
+            raise ConfigError(f"ebft evaluate samples completions without {given}. Hold out rows in training instead.")
         return sampled_as(trl)
 
     def samples_per_group(self, config: MethodConfig) -> int:
@@ -328,10 +322,7 @@ def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
     given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
     yield from rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
     if given and config.fsdp and not config.uses_server:
-        yield (
-            f"trl.{given[0]} is incompatible with fsdp, whose processes must sample equally many turns. Set "
-            "trl.use_vllm: true with vllm_mode: server or managed, or remove fsdp."
-        )
+        yield f"trl.{given[0]} is incompatible with fsdp without a vLLM server. Set trl.use_vllm: true, or remove fsdp."
     _load_interactive(config)
 
 

@@ -71,10 +71,7 @@ def load_base_model(
     file, size = base_name(config.base_model, config.gguf_file), model_config.get_text_config().vocab_size
     # New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with.
     if config.adapter is not None and is_gguf(file) and len(tokenizer) > size:
-        raise ModelError(
-            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
-            f"would not be saved with an adapter of a GGUF file. {as_folder(file)}"
-        )
+        raise ModelError(f"special_tokens: an adapter of a GGUF file does not save new tokens. {as_folder(file)}")
     if head.num_labels is not None:
         model_config.num_labels = head.num_labels
         model_config.classifier_dropout = 0.0  # of the head for tokens: as TRL trained process reward models
@@ -158,10 +155,7 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest:
     if limit is None or sequence_len <= limit or (longest is not None and longest <= limit):
         return
     found = "as many tokens may be in one document" if longest is None else f"the longest text has {longest:,} tokens"
-    raise ConfigError(
-        f"sequence_len: {sequence_len} exceeds the {limit} positions of {name} (max_position_embeddings), and {found}. "
-        f"Set sequence_len to at most {limit}."
-    )
+    raise ConfigError(f"sequence_len: {sequence_len} exceeds the {limit} positions of {name}, and {found}.")
 
 
 def _warn_of_untrained_tokens(

@@ -163,10 +163,7 @@ def _precision_of_config(config: RunConfig, machine: Machine) -> str:
     ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
     theirs = os.environ.get(_PRECISION, "no").lower()
     if theirs not in ("no", ours):
-        raise ConfigError(
-            f"The environment variable {_PRECISION} is {theirs:.60}, but the precision of the config is {ours} here. "
-            "Set bf16 and fp16 in the config, or unset the variable (accelerate launch --mixed_precision no)."
-        )
+        raise ConfigError(f"{_PRECISION} is {theirs:.60} in the environment, and {ours} by bf16 and fp16. Unset it.")
     return ours
 
 

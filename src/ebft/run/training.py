@@ -187,16 +187,10 @@ def _interruptible(config: RunConfig, stop: StopOnSignal) -> Iterator[None]:
 def _check(config: RunConfig, stop: StopOnSignal) -> None:
     """Raise ConfigError or DataError if the run cannot be trained on this machine or in this folder."""
     if config.use_ray and not stop.is_ray_worker:
-        raise ConfigError(
-            "use_ray: true starts workers, which only the command ebft train does. Run it, or set use_ray: false to "
-            "train in this process."
-        )
+        raise ConfigError("use_ray: true needs the command `ebft train`. Run it, or set use_ray: false.")
     folder = Path(config.output_dir)
     if step_in_name(folder) is not None and (folder / STATE).is_file() and final_step(folder) is None:
-        raise ConfigError(
-            f"output_dir: {folder} is a checkpoint, whose files a run would replace. Set another output_dir; to "
-            "continue from the checkpoint, also set resume_from_checkpoint to it."
-        )
+        raise ConfigError(f"output_dir: {folder} is a checkpoint, whose files a run would replace. Set another one.")
     check_runnable(config)
     check_machine(config, this_machine())
 
@@ -323,8 +317,7 @@ def _check_weights(trainer: OverTrainer) -> None:
     if on_any_process(trainer.accelerator, bool(found)):
         raise NonFiniteLossError(
             f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, so the final "
-            "model was not saved. A plugin changed them, the last update overflowed, or they were so in base_model. "
-            "Check these, or reduce learning_rate; an earlier checkpoint can be used as base_model or lora_model_dir."
+            "model was not saved. An earlier checkpoint can be used as base_model or lora_model_dir."
         )
 
 
@@ -424,10 +417,8 @@ def completed_run(config: RunConfig, found: checkpoints.Found, rows: int) -> Pat
     later = max(final_step(output_dir) or 0, 0 if last is None else checkpoints.step_of(last))
     if config.resume_from_checkpoint is not None and later > step:
         raise ConfigError(
-            f"resume_from_checkpoint: {newest} is at step {step}, at or past the end of this run, so nothing would be "
-            f"trained, and output_dir: {output_dir} has results up to step {later}, which are kept. Set another "
-            "output_dir to save the model of the checkpoint there, or increase max_steps, num_epochs or budget to "
-            "train on from it."
+            f"resume_from_checkpoint: {newest} is past the end of this run, and output_dir: {output_dir} has results "
+            f"up to step {later}, which are kept. Set another output_dir, or increase max_steps, num_epochs or budget."
         )
     return newest
 

@@ -296,8 +296,7 @@ class _KeepPosition(TrainerCallback):
         ]
         if changed:
             raise errors.ConfigError(
-                f"The stream differs from the one of the checkpoint: {'; '.join(changed)}. A run cannot continue in "
-                "another stream: set these keys to their former values, or start a new run in another output_dir."
+                f"The stream differs from the checkpoint's: {'; '.join(changed)}. Restore these keys."
             )
         self._first, self._first_step = saved["rows"], state.global_step
         skipped = state.global_step * self._trainer.rows_per_step

@@ -130,9 +130,8 @@ class Generation:
         given = {name for row in rows for name in (TOOLS, ROW_KWARGS) if row.get(name)}
         if given and not self.samples_conversations and self._agents is None:
             raise ConfigError(
-                f"the rows have {' and '.join(sorted(given))}, but with vllm_mode: colocate, tools, "
-                "environment_factory and rollout_func, TRL renders the prompts without them. Remove the columns, or "
-                "use vllm_mode: managed or server."
+                f"the rows have {' and '.join(sorted(given))}, without which TRL renders prompts here. Remove these "
+                "columns, or use vllm_mode: managed or server."
             )
         self.rows = rows
         self.sampled_from, self._sampling_s = (None, self._trainer.state.global_step), 0.0
@@ -187,10 +186,7 @@ class Generation:
         """See `RolloutGRPOTrainer.sample`."""
         trainer = self._trainer
         if self.server is None and (trainer.use_vllm or is_sharded(trainer.model)):
-            raise ConfigError(
-                "trainer.sample is not supported with vllm_mode: colocate, nor with FSDP2 and ZeRO-3, whose processes "
-                "must sample equally many turns. Use vllm_mode: managed."
-            )
+            raise ConfigError("trainer.sample needs vllm_mode: managed with a colocated vLLM, with FSDP2 and ZeRO-3.")
         self._evaluate_current_weights()
         limits = self._limits()
         longest = limits.max_completion_length if max_tokens is None else max_tokens
@@ -271,9 +267,8 @@ class Generation:
         positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
         if positions is not None and length > positions and conversation.turns[0].reference_ids:
             raise DataError(
-                f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
-                f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
-                f"max_position_embeddings ({positions}): {row['prompt']!r:.120}"
+                f"a prompt and its reference, {length} tokens, exceed max_position_embeddings ({positions}): "
+                f"{row['prompt']!r:.120}"
             )
         return conversation
 

@@ -120,10 +120,7 @@ class FeatureMatchingReward:
         values = torch.cat([torch.stack([*metrics.values()]), self.last.rewards.flatten()]).tolist()  # one wait for all
         rewards = values[len(metrics) :]
         if not all(map(math.isfinite, rewards)):
-            raise errors.NonFiniteLossError(
-                "The feature-matching reward is not finite: the feature network returned NaN or infinity for these "
-                "sequences. Load the model in bfloat16 or float32 instead of float16, and check its weights."
-            )
+            raise errors.NonFiniteLossError("The feature-matching reward is not finite: load its model in float32.")
         if log_metric is not None:
             for name, value in zip(metrics, values):
                 log_metric(name, value)
@@ -167,9 +164,7 @@ class FeatureMatchingReward:
             group = slice(start, start + n)
             if any(row != rows[start] for row in rows[group]):
                 raise ValueError(
-                    f"completions {start} to {start + n - 1} have different prompts or references, but completions "
-                    f"must be ordered by group, with {n} (num_generations of this reward) per row. Set num_generations "
-                    "of this reward, num_generations of the trainer and num_generations_eval to the same value"
+                    f"completions {start} to {start + n - 1} have different prompts or references (num_generations)"
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():

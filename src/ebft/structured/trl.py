@@ -297,9 +297,7 @@ class OverTRL(trainer.OverTrainer, GRPOTrainer):
             return
         if self._has_sharded_reference:
             raise errors.ConfigError(
-                f"Training cannot be resumed from {folder} with trl.sync_ref_model and sharded weights: the reference "
-                "model of this step, which differs from the base model, is not saved. Set trl.sync_ref_model: false, "
-                "or start a new run in another output_dir."
+                f"Training cannot be resumed from {folder}: trl.sync_ref_model saves no sharded reference model."
             )
         load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / _REFERENCE))
 

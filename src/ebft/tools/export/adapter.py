@@ -66,8 +66,8 @@ def read_lora_config(folder: Path) -> LoraConfig:
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith((*pretrained.REWRITE_BASE, "mica")):
         raise ModelError(
-            f"{folder} was initialised with init_lora_weights={initial!r}, which modified the base weights. Convert it "
-            "with PEFT first: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"{folder} modified the base weights (init_lora_weights={initial!r}). Convert it with PEFT: "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
     # PEFT moves or adds such options between releases; an absent one is not set.
     used = [name for name in _NOT_MERGED if getattr(config, name, None)]
@@ -116,8 +116,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
         unknown = set_peft_model_state_dict(model, weights).unexpected_keys
     if unknown:
         raise ModelError(
-            f"{len(unknown)} weights of the adapter belong to no part of the base model: {some_of(unknown, 3)}. Merge "
-            "it into the model that it was trained on (--base-model)."
+            f"{len(unknown)} weights of the adapter are not in this base model (--base-model): {some_of(unknown, 3)}."
         )
     adapter = Adapter(model, vocab_size, owners, base_ties=ties, ties=dict(ties))
     for name, (module, attribute) in owners.items():

@@ -134,10 +134,7 @@ def _base_config(base: Path, source: MergeSource) -> Any:
     quantised = getattr(found, "quantization_config", None)  # absent in most models
     method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
     if method not in (None, "mxfp4"):
-        raise ModelError(
-            f"The weights in {base} are stored quantised ({method}), so an adapter cannot be added to them. Use the "
-            "original model, which they were quantised from (--base-model)."
-        )
+        raise ModelError(f"The weights in {base} are quantised ({method}). Give the original model (--base-model).")
     if method is not None:
         del found.quantization_config
     return found
@@ -266,8 +263,7 @@ class Merge:
         part.outputs = self._reverted(part, values)
         if part.outputs.keys() != {*own, *part.copies}:
             raise ModelError(
-                f"transformers converts {', '.join(own)} when it loads the model, and back to {', '.join(part.outputs)}"
-                ", so these weights cannot be merged one shard at a time. Merge with PEFT's merge_and_unload."
+                f"transformers converts {', '.join(own)} and not back to them. Merge with PEFT's merge_and_unload."
             )
 
     def _is_changed(self, part: WeightPart) -> bool:
@@ -288,8 +284,7 @@ class Merge:
         for name in [*sum(changed, []), *self._adapter.replaced]:
             if name not in part_of and name not in self._adapter.ties:
                 raise ModelError(
-                    f"The base model's checkpoint has no weight for {name}, which the adapter changes, so it is not "
-                    "the model that the adapter was trained on. Give that model (--base-model)."
+                    f"The base model has no weight for {name}, which the adapter changes. Give its own (--base-model)."
                 )
         for first, *others in changed:
             kept = part_of[first]
@@ -325,10 +320,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
     """
     config = adapters.read_lora_config(folder)
     if _was_quantised(folder):
-        raise ModelError(
-            f"The adapter in {folder} was trained on quantised weights. Give the config of the run "
-            "instead of the folder, since the settings of the quantisation are in the config."
-        )
+        raise ModelError(f"The adapter in {folder} was trained on quantised weights. Give the config of its run.")
     run = keys_of_base(folder)
     revision = None if base else config.revision or run.get("revision_of_model")
     with doing(f"reading the name of the base model in {folder / CONFIG} (or --base-model)"):

@@ -138,14 +138,9 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
 
 def _check_source(folder: Path) -> None:
     if (folder / ADAPTER_FILE).is_file():
-        raise ModelError(
-            f"{folder} contains an adapter. Merge it first (ebft merge-lora {folder}), then quantise "
-            f"the merged model: ebft quantize {folder / 'merged'} --output DIR"
-        )
+        raise ModelError(f"{folder} contains an adapter. Merge it first: ebft merge-lora {folder}")
     with doing(f"reading {folder / 'config.json'}"):
         quantised = json_object(folder / "config.json").get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ModelError(
-            f"The model in {folder} is already quantised ({method}). Quantise the model that it was made from instead."
-        )
+        raise ModelError(f"The model in {folder} is already quantised ({method}). Quantise the original model.")

@@ -29,8 +29,6 @@ from ebft.run.config.schema import RunConfig
 from ebft.run_files import keys_of_base, read_object, run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
 
-OPTION = "--base-model"
-
 
 @dataclass
 class Loaded:
@@ -117,7 +115,7 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
 
     def load_base() -> PreTrainedModel:
         if base is None:
-            raise ModelError(f"{name} does not name the model that it was trained from. Give it with {OPTION}.")
+            raise ModelError(f"{name} does not name the model that it was trained from. Give it with --base-model.")
         return load_base_model(ModelSettings(base_model=base, **of_base), tokenizer)
 
     return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_of_run(folder))
