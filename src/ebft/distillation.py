@@ -102,10 +102,8 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
             longest = max(len(self._tokenize_prompts(prompts)[0]) for prompts in ([row["prompt"]], read))
             if longest + self.max_completion_length > limit:
                 raise DataError(
-                    f"{name}, row {number}: the {longest} tokens of the prompt that the teacher reads and the "
-                    f"{self.max_completion_length} of a completion (max_completion_length) are more than the {limit} "
-                    "positions of the model. Reduce sequence_len or max_completion_length, or shorten "
-                    "teacher_prompt_template."
+                    f"{name}, row {number}: {longest} tokens of the teacher and a completion exceed {limit} positions. "
+                    "Reduce sequence_len or max_completion_length, or shorten teacher_prompt_template."
                 )
 
     def _setup_teacher_model(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ebft.errors import DataError, EBFTError, doing
+from ebft.errors import DataError, doing
 
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
 
@@ -206,14 +206,12 @@ def safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 @contextmanager
-def locked(
-    path: Path, problem: Callable[[OSError], EBFTError], waiting: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def locked(path: Path, hint: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold the lock of `path`, a file `.NAME.lock` next to it; other processes wait. Parent folders are created.
 
-    `waiting` is called before this process waits for another one. Raises `problem` if the lock cannot be written.
+    `waiting` is called before this process waits for another one; `hint` is for errors.
     """
-    try:
+    with doing(f"writing to {path.parent} ({hint})"):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.parent / f".{path.name}.lock")
         try:
@@ -221,8 +219,6 @@ def locked(
         except Timeout:
             waiting()
             lock.acquire()
-    except OSError as error:
-        raise problem(error) from error
     try:
         yield
     finally:

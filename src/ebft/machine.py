@@ -158,7 +158,6 @@ _POLL = 1.0  # seconds between two looks at the parent
 
 _folder: Path | None = None
 _typed: list[str] | None = None
-_is_ray_worker = False
 
 
 def is_launched() -> bool:
@@ -185,17 +184,6 @@ def join_launch() -> None:
         (_folder / f"{rank()}.pid").write_text(str(os.getpid()))
     except OSError:  # the launch was interrupted, and its folder was deleted
         sys.exit(_ENDED)
-
-
-def join_ray() -> None:
-    """Note that this process is a worker of Ray Train, which trains with use_ray: true."""
-    global _is_ray_worker
-    _is_ray_worker = True
-
-
-def is_ray_worker() -> bool:
-    """Whether this process is a worker of Ray Train that `ebft train` started."""
-    return _is_ray_worker
 
 
 def launch_command(words: Sequence[str]) -> list[str] | None:

@@ -89,7 +89,7 @@ def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | No
     if len(rewards) != len(prompts):
         count = f"more than {len(prompts)}" if len(rewards) > len(prompts) else len(rewards)
         raise RewardError(
-            f"{name} returned {count} rewards for {len(prompts)} completions. It must return one, or None, for each."
+            f"{name} returned {count} rewards for {len(prompts)} completions, not one (or None) for each."
         )
     for index, value in enumerate(rewards):
         if value is not None and (isinstance(value, str) or not abs(value) <= _LARGEST):

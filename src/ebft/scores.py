@@ -41,10 +41,7 @@ def feature_scores(
     for NaN or infinite embeddings.
     """
     if not (torch.isfinite(phi).all() & torch.isfinite(phi_ref).all()):
-        raise NonFiniteLossError(
-            "The feature network returned NaN or infinity for held-out text. Load it in bfloat16 or float32 instead of "
-            "float16, and check its weights."
-        )
+        raise NonFiniteLossError("The feature network returned NaN for held-out text. Load it in bfloat16 or float32.")
     alignment, diversity = alignment_rewards(phi, phi_ref), diversity_rewards(phi)
     reward = alignment_coef * alignment - diversity_coef * diversity
     values = {
@@ -106,10 +103,7 @@ class Scores:
         totals = _numbers(totals)
         weights = np.ones_like(totals) if weights is None else _numbers(weights)
         if not np.isfinite(totals).all():
-            raise NonFiniteLossError(
-                f"{name} is not finite on held-out text: the model returned NaN or infinity. Load it in bfloat16 or "
-                "float32 instead of float16, and check its weights."
-            )
+            raise NonFiniteLossError(f"{name} is not finite on held-out text. Load the model in bfloat16 or float32.")
         entries = self.sums[name]
         for document, total, weight in zip(documents, totals, weights, strict=True):
             entry = entries.setdefault(int(document), [0.0, 0.0])

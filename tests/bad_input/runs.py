@@ -82,7 +82,7 @@ USER_CODE = [
         files={"my_rewards.py": "def score(prompts, **columns):\n    raise KeyError('missing')\n"}),
     bad("plugin: raises in training", "missing", config={"plugins": ["own.Own"]}, trains=True,
         files={"own.py": f"{MAIN}def on_train_begin(self, *a, **k): raise KeyError('missing')\n"}),
-    bad("plugin: of axolotl, with its base class", "needs no base class here", config={"plugins": ["own.Own"]},
+    bad("plugin: of axolotl, with its base class", "No module named 'axolotl'", config={"plugins": ["own.Own"]},
         files={"own.py": AXOLOTL}),
     bad("metric: returns text", "metric returned 'good'", command="evaluate run.yaml",
         files={"own.py": "def metric(prompt, completions, row):\n    return 'good'\n"},

@@ -167,14 +167,14 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (tensors(lambda found: {**found, Q.replace("q_", "x_"): torch.zeros(4, 32)}, WEIGHTS), "no part.*x_proj"),
+    (tensors(lambda found: {**found, Q.replace("q_", "x_"): torch.zeros(4, 32)}, WEIGHTS), "not in this base.*x_proj"),
     (named(lambda key: key * (key != Q), WEIGHTS), "has no weights, or NaN, for model.layers.0.self_attn.q_proj"),
     (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
      "has no weight for model.layers.1.self_attn.q_proj.weight"),
     (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
     (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
     (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
-    (QUANTISED, "stored quantised .bitsandbytes"),
+    (QUANTISED, "are quantised .bitsandbytes"),
 ])  # fmt: skip
 def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     base, adapter = saved(max_shard_size="1GB", modules_to_save=["lm_head"])
@@ -242,7 +242,7 @@ def test_the_other_files(tiny_llama_dir, tmp_path):
 def test_the_folder_of_a_run_on_quantised_weights_needs_its_config(saved):
     _, adapter = saved()
     (adapter / "ebft_run.json").write_text(json.dumps({"adapter": "lora", "settings": {"load_in_8bit": True}}))
-    with pytest.raises(ModelError, match="was trained on quantised weights. Give the config of the run"):
+    with pytest.raises(ModelError, match="was trained on quantised weights. Give the config of its run"):
         adapter_in_folder(adapter)
 
 

@@ -95,7 +95,7 @@ def test_kinds_that_run_on_cpu(settings, is_right, tiny_llama_dir, text, tmp_pat
 def test_errors(tiny_llama_dir, tmp_path):
     adapter = save_adapter(tmp_path / "adapter", tiny_llama_dir, target_modules=["q_proj"])
     to = tmp_path / "to"
-    with pytest.raises(ModelError, match="Merge it first .ebft merge-lora"):
+    with pytest.raises(ModelError, match="Merge it first: ebft merge-lora"):
         quantize_model(adapter, to, QuantizationSection(), lambda tokenizer: [])
     again = tmp_path / "quantised"
     again.mkdir()

@@ -226,7 +226,7 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, 
     assert ebft("init", "tools.jsonl", "--model", folder, "--overwrite").exit_code == 0
     assert load_config("run.yaml").datasets[0].field_tools == "functions"
     said = refused("init", "tools.jsonl", "--model", tiny_llama_dir, "--output", "other.yaml")
-    assert "the file of its template: chat_template=FILE" in said
+    assert "Set chat_template=FILE" in said
 
 
 @pytest.mark.parametrize(("words", "texts"), [

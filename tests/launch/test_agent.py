@@ -120,7 +120,7 @@ def test_a_process_stops_when_the_command_that_started_it_is_killed(tmp_path):
 
 
 def test_every_command_watches_its_parent(monkeypatch):
-    called, names = [], ["watch_parent", "console.show_progress_bars_in_terminals_only", "console.show_warnings", "app"]
+    called, names = [], ["watch_parent", "console.show_warnings", "app"]
     for name in names:
         monkeypatch.setattr(f"ebft.tools.cli.{name}", lambda name=name: called.append(name))
     cli.main()

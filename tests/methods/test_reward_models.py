@@ -72,7 +72,7 @@ def test_keys_without_effect_give_one_warning():
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])
 def test_ebft_evaluate_refuses_and_names_what_to_use(make, kind):  # noqa: F811
-    with pytest.raises(ConfigError, match="generates no text. Its loss and accuracy on held-out rows are logged in"):
+    with pytest.raises(ConfigError, match="compares language models. Rows held out in training evaluate"):
         evaluate(make(kind))
 
 

@@ -120,5 +120,5 @@ def test_new_tokens_beside_an_adapter_are_refused_before_the_model_is_loaded(mak
     assert load_model(config, load_tokenizer(config)).get_input_embeddings().num_embeddings == 513
     config = make_gguf_config(special_tokens={"pad_token": "<|pad|>"}, **LORA)
     monkeypatch.setattr("ebft.models.load.pretrained_model", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(ModelError, match="would not be saved with an adapter.*ebft fetch .* --output DIR"):
+    with pytest.raises(ModelError, match="does not save new tokens.*ebft fetch .* --output DIR"):
         load_model(config, load_tokenizer(config))

@@ -27,7 +27,7 @@ def test_servers_by_the_names_of_the_config(gym, client):
     gym.resources("math", lambda body: 1.0)
     gym.agent("second", lambda body: {})
     servers = client.servers(5.0)
-    with pytest.raises(ConfigError, match="no server 'tool'. Servers: tools, math, tools_simple_agent, second. Corr"):
+    with pytest.raises(ConfigError, match="no server 'tool' .*Servers: tools, math, tools_simple_agent, second"):
         servers.resources("tool")
     for name, found in (("tools", "tools_simple_agent, second"), ("math", "none")):
         with pytest.raises(ConfigError, match=f"one agent for the resources server {name}, but NeMo Gym has {found}"):

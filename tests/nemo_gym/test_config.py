@@ -59,7 +59,7 @@ def test_configs_of_other_trainers(tmp_path):
 
 @pytest.mark.parametrize(("text", "changes", "message"), [
     (SINGLE, {"nemo_gym_multi_turn": True}, "uses the reward nemo_gym_env: add it .*in place of nemo_gym_verify"),
-    (SINGLE, {"nemo_gym_dir": "/other"}, "list different files: /other/resources.*Remove datasets"),
+    (SINGLE, {"nemo_gym_dir": "/other"}, "list different files: /other/resources.*Keep one"),
     (SINGLE, {"nemo_gym_datasets": [{"path": "a", "max_samples": 3}], "nemo_gym_dir": "/gym",
               "datasets": [{**CHAT, "path": "/gym/a", "split": "train[5:]"}]}, "contradicts its max_samples"),
     (MULTI, {"trl": {**OF_MULTI, "top_k": 20}}, "trl.top_k: NeMo Gym's agents do not send it"),

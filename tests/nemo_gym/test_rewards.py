@@ -49,7 +49,7 @@ def test_a_failed_request_gives_no_reward_and_a_warning(gym, client):
 def test_responses_without_a_reward_are_errors_unless_their_sample_could_not_be_measured(gym, client):
     gym.resources("math", lambda body: {"reward": None, "mask_sample": text_in(body) == "masked"})
     assert call(client, ["masked"]) == [None]
-    with pytest.raises(RolloutError, match="math at .*/verify has no finite number as `reward`"):
+    with pytest.raises(RolloutError, match="math at .*/verify returned no finite reward"):
         call(client, ["a"])
     assert rewards.EnvironmentReward()(prompts=[], completions=[], rollout_reward=[0.5, None]) == [0.5, None]
 
@@ -142,7 +142,7 @@ NO_IDS = {"prompt_token_ids": None, "generation_token_ids": None, "generation_lo
 
 
 @pytest.mark.parametrize(("output", "error", "message"), [
-    ([item([1], [2], **NO_IDS)], RolloutError, "has no generation_token_ids. Set return_token_id_information: true"),
+    ([item([1], [2], **NO_IDS)], RolloutError, "has no generation_token_ids: set return_token_id_information: true"),
     ([item([1], [2], kind="function_call", **NO_IDS), tool(), item([1], [2])], RolloutError, "reply in .* has no gen"),
     ([item([1], [2, 3], [-1.0])], ValueError, "(?s)longer.*reading the response of the agent tools_simple_agent"),
 ])  # fmt: skip

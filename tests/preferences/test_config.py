@@ -82,7 +82,7 @@ def test_adapters_of_the_output_layer_are_refused_before_a_model_is_loaded(metho
     settings = {"task_type": "CAUSAL_LM", "target_modules": ".*(proj|head)"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     config = config_of(method, tmp_path, base_model="does/not-exist", lora_model_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match=f"lora_model_dir: the adapter in .* adapts lm_head, which .* rl: {method}"):
+    with pytest.raises(ConfigError, match=f"lora_model_dir: .* adapts lm_head, whose weight rl: {method} uses"):
         training.train(config)
 
 

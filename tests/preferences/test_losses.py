@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from ebft.errors import DataError
 from ebft.models import load, pretrained
 from ebft.run.trainer import build_trainer, training_arguments
-from ebft.run.training import load_data
+from ebft.run.training import arranged, run_rows
 from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, trained, write_inputs
 from tests.strided import families, test_exactness
 from tests.structured.conftest import SIZES, make_chat_tokenizer
@@ -26,7 +26,7 @@ def trainer_of(method, folder, adapter=True, **changes):
     config = config_of(method, folder, adapter, **{"rl_beta": BETA, "micro_batch_size": 4} | changes)
     with warnings.catch_warnings(action="ignore"):
         tokenizer = pretrained.load_tokenizer(config)
-        rows, held_out = load_data(config, tokenizer, load.load_model_config(config))
+        rows, held_out = arranged(config, run_rows(config, tokenizer), load.load_model_config(config))
         args = training_arguments(config, rows=len(rows), has_eval=held_out is not None)
         trainer = build_trainer(config, args, load.load_model(config, tokenizer), tokenizer, rows, held_out)
     generator = torch.Generator().manual_seed(3)

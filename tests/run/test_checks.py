@@ -40,7 +40,7 @@ def compare(make, monkeypatch):
     ({"checkpoint": "out/checkpoint-4"}, "the checkpoint to resume from"),
 ])  # fmt: skip
 def test_what_must_be_the_same(compare, other, name):
-    with pytest.raises(ConfigError, match=f"rank 1 differs from rank 0 in {name}. Start all processes, on every machi"):
+    with pytest.raises(ConfigError, match=f"rank 1 differs from rank 0 in {name}. Start all with the same"):
         compare({}, other)
 
 

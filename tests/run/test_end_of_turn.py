@@ -52,7 +52,8 @@ def told(act):
 def declared(config):
     """The end-of-sequence ids after `declare_end_of_turn`, whether the adapter gets them, and the warnings."""
     tokenizer = pretrained.load_tokenizer(config)
-    rows, model = training.load_data(config, tokenizer, None)[0], load.load_model(config, tokenizer)
+    rows, model = training.run_rows(config, tokenizer), load.load_model(config, tokenizer)
+    rows = training.arranged(config, rows, None)[0]
     write, messages = told(lambda: output.declare_end_of_turn(config, model, tokenizer, rows))
     eos = model.generation_config.eos_token_id
     return eos if isinstance(eos, list) else [eos], bool(write), messages

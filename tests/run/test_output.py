@@ -143,7 +143,7 @@ def test_a_folder_that_is_read_as_data_is_refused(inputs, tmp_path):
     data = {"path": str(tmp_path / "data"), "type": "completion"}
     of = lambda place, **keys: config_of("sft", inputs, tmp_path / "data" / place, datasets=[data | keys])
     for place in ("", "sub/folder"):
-        with pytest.raises(ConfigError, match="is in the folder of datasets.0.path.* would read the files of this run"):
+        with pytest.raises(ConfigError, match="is in datasets.0.path: .* all read as data"):
             check_runnable(of(place))
         check_runnable(of(place, data_files="rows.txt"))
     with warnings.catch_warnings(action="error"):

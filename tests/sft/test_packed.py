@@ -132,7 +132,7 @@ def test_flash_attention_gets_the_rows_of_a_batch_as_one(tmp_path, monkeypatch):
     """Its kernels read the boundaries of documents from the positions of a single row."""
     packed = pack_rows(documents(), 16)
     with monkeypatch.context() as patched:
-        patched.setattr("ebft.sft.packed.has_flash_attention", lambda model: True)
+        patched.setattr("ebft.sft.trainer.has_flash_attention", lambda model: True)
         trainer = make_trainer(tmp_path, tiny_model("llama"), packed)
         assert trainer.is_padding_free(trainer.data_collator([packed[0]]))
         assert not trainer.is_padding_free(trainer.data_collator(documents()))

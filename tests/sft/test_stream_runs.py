@@ -69,7 +69,7 @@ def test_a_resumed_mixture_in_its_order(make, corpus):
     pieces = [row["pieces"] for row in islice(run.trainer.train_dataset.rows(), 24)]
     assert run.trainer.budget.totals["documents"] == sum(pieces) > 24
     keys["pretraining_dataset"][1]["weight"] = 2
-    with pytest.raises(ConfigError, match="differs from the one of the checkpoint: .*datasets"):
+    with pytest.raises(ConfigError, match="differs from the checkpoint.s: .*datasets"):
         resumed(make, run, **keys)
 
 
@@ -98,9 +98,9 @@ def test_resuming_with_other_batches_continues_at_the_same_row(make, unbroken):
 def test_another_stream_is_not_continued(make, unbroken):
     changes = {"shuffle_merged_datasets": False, "streaming_multipack_buffer_size": 9}
     changed = "shuffle_merged_datasets: False instead of True; streaming_multipack_buffer_size: 9 instead of 3; "
-    with pytest.raises(ConfigError, match=f"the one of the checkpoint: {changed}data_seed: None instead of 42. A run"):
+    with pytest.raises(ConfigError, match=f"the checkpoint's: {changed}data_seed: None instead of 42. Restore"):
         resumed(make, unbroken, **changes)
-    with pytest.raises(ConfigError, match="the one of the checkpoint: data_seed: 7 instead of 42. A run"):
+    with pytest.raises(ConfigError, match="the checkpoint's: data_seed: 7 instead of 42. Restore"):
         resumed(make, unbroken, data_seed=7)
 
 

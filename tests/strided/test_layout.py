@@ -47,18 +47,18 @@ def test_anchors_of_turns_by_hand():
 
 IDS = torch.ones(2, 9, dtype=torch.long)
 WRONG_TURNS = [
-    ([[[2, 4]]], r"shape \(2, turns, 2\), got shape \(1, 1, 2\)"),
-    ([[[2, 4]], [[2, 10]]], "document 1 are .*2, 10.*, but it has 9 tokens"),
-    ([[[2, 4], [3, 6]], [[0, 0]] * 2], "document 0 .* without overlaps"),
-    ([[[0, 0], [3, 6]], [[0, 0]] * 2], r"document 0 .* followed only by \(0, 0\)"),
-    ([[[5, 7], [1, 2]], [[0, 0]] * 2], "document 0 .* in order"),
+    ([[[2, 4]]], r"shape \(2, turns, 2\), got \(1, 1, 2\)"),
+    ([[[2, 4]], [[2, 10]]], "document 1, .*2, 10.*, must be .* within its 9 tokens"),
+    ([[[2, 4], [3, 6]], [[0, 0]] * 2], "document 0, .* in order"),
+    ([[[0, 0], [3, 6]], [[0, 0]] * 2], r"document 0, .* followed only by \(0, 0\)"),
+    ([[[5, 7], [1, 2]], [[0, 0]] * 2], "document 0, .* in order"),
 ]
 WRONG_MASKS = [([1] * 7 + [2, 2], "only 0 and 1, got 2. .* position_ids"), ([1, 0] + [1] * 7, "gaps"),
                ([0] + [1] * 6 + [0, 1], "gaps")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "match"), [
-    ({"prompt_length": torch.tensor([0, -1])}, "prompt_length must contain one non-negative value"),
+    ({"prompt_length": torch.tensor([0, -1])}, "prompt_length must be one value, at least 0, per document"),
     *(({"turn_spans": torch.tensor(spans)}, match) for spans, match in WRONG_TURNS),
     *(({"attention_mask": torch.tensor([[1] * 8 + [0], mask])}, match) for mask, match in WRONG_MASKS),
 ])  # fmt: skip
@@ -116,7 +116,7 @@ def test_positions_part_a_row_into_documents():
     turns = Documents.from_inputs({**inputs, "turn_spans": torch.tensor([[[1, 2]], [[0, 0]], [[3, 4]], [[0, 0]]])})
     assert turns.ce_mask.int().tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 1]
     assert StridedLayout.place(turns, BlockOptions(1, 1, 1, 1)).anchors == [[1], [], [3], [1]]
-    with pytest.raises(ValueError, match="one non-negative value per document, .* for 4 documents"):
+    with pytest.raises(ValueError, match=r"one value, at least 0, per document, got \[2, 0\]"):
         Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0])})
     inputs["position_ids"][0, 1] = 5
     with pytest.raises(ValueError, match="position_ids must be 0, 1, 2"):

@@ -210,7 +210,7 @@ def test_one_sample_falls_back_to_reinforce_with_a_warning(tmp_path):
     ({"grad_norms_every": 2, **checkpointing(True)}, "grad_norms_every is incompatible with reentrant gradient check"),
     *(({"single_pass": True, name: value}, f"single_pass is incompatible with {name}") for name, value in
       {"gradient_checkpointing": True, "rollout_tokens_per_pass": 8, "disable_dropout": False}.items()),
-    ({"train": [{"input_ids": [3] * 10}]}, "no row that is long enough for a block: it has 1 rows of at most 10 token"),
+    ({"train": [{"input_ids": [3] * 10}]}, "no row that is long enough for a block: the longest has 10 token"),
     ({"grad_norms_every": 0, "rollout_tokens_per_pass": 8, "fsdp": True}, "rollout_tokens_per_pass is not"),
     ({"train": DatasetDict(a=ROWS)}, "train_dataset must be one dataset, got a"),
     ({"train": [{"input_ids": [3] * 129}]}, r"row of 129 tokens, which exceeds .*max_position_embeddings \(128\)"),
@@ -229,7 +229,7 @@ def test_calls_that_are_refused(tmp_path):
     make(tmp_path, grad_norms_every=0, **checkpointing(True))
     in_parts = tiny_model("llama")
     next(in_parts.parameters()).ds_id = 0
-    with pytest.raises(ModelError, match="the model was loaded in parts, since ZeRO-3 .* Load the model first"):
+    with pytest.raises(ModelError, match="ZeRO-3 loaded the model in parts"):
         StridedEBFTTrainer(in_parts, trainer.args)
 
 

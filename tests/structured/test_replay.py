@@ -161,5 +161,5 @@ def test_failed_prompts_are_sampled_again(chat_tokenizer, train, fraction, again
 def test_groups_that_are_spread_over_processes_cannot_be_replaced(chat_tokenizer, build, option):
     trainer = build(conftest.chat_model(chat_tokenizer), kind=RolloutGRPOTrainer, reward_funcs=rewarded, **option)
     trainer.args.steps_per_generation, trainer.args.per_device_train_batch_size = 1, 2  # as with two processes
-    with pytest.raises(ConfigError, match=r"replace groups of num_generations \(4\) .* generates 2 at once"):
+    with pytest.raises(ConfigError, match=r"steps_per_generation \(2\) must be a multiple of num_generations \(4\)"):
         PromptReuse(trainer)

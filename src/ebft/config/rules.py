@@ -5,17 +5,17 @@ trainer argument, `in_config` as a config key.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
 
-from ebft.config.options import MIN_TEMPERATURE, EBFTSection, RewardOptions
+from ebft.config.options import MIN_TEMPERATURE, EBFTSection
 from ebft.config.section import option_names, section_of_options
 from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
-from ebft.errors import ConfigError, DataError, warn
+from ebft.errors import ConfigError, warn
 
 Key = Callable[[str], str]
 
@@ -173,14 +173,6 @@ def resolve_single_sample(options: Any) -> None:
         warn(f"{reason}: {', '.join(changes)}.")
 
 
-def resolve_single_completion(options: RewardOptions, num_generations: int) -> None:
-    """Switch whitening off for the reward of single completions, and warn; see `resolve_single_sample`."""
-    if num_generations > 1 or not options.use_whitening:
-        return
-    options.use_whitening = False
-    warn("num_generations: 1 has no other completion to whiten with: use_whitening is set to false.")
-
-
 def follow_samples(ebft: EBFTSection, trl: TRLSection) -> None:
     """Take `num_generations` from `ebft.n_samples_per_prompt` unless it is set, so that one config fits all methods."""
     given = "n_samples_per_prompt" in ebft.model_fields_set and "num_generations" not in trl.model_fields_set
@@ -199,12 +191,6 @@ def warn_of_reward(options: EBFTSection) -> None:
         warn("ebft.alignment_coef: 0 and ebft.diversity_coef: 0: the feature-matching reward is always 0.")
     if "whitening_space" in options.model_fields_set and not options.use_whitening:
         warn("ebft.whitening_space: no effect without ebft.use_whitening: true.")
-
-
-def check_parts(name: str, datasets: Mapping[str, Any]) -> None:
-    """Raise DataError for several datasets as training data; they are parts of an evaluation."""
-    if name == "train_dataset":
-        raise DataError(f"train_dataset must be one dataset, got {', '.join(map(str, datasets))}. Select one.")
 
 
 def select_by_cfm_loss(args: Any) -> None:

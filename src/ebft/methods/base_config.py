@@ -42,15 +42,9 @@ def fsdp_problems(config: BaseConfig, runs_plain_model: bool) -> Iterator[str]:
     if unknown:
         yield f"fsdp: {unknown[0]!r} is not supported. Set fsdp: true, or choose from {', '.join(_WORDS)}."
     if details.activation_checkpointing and not runs_plain_model:
-        yield (
-            "fsdp_config.activation_checkpointing is only supported by SFT. Remove it, or set gradient_checkpointing: "
-            "true, which recomputes the passes that share prefixes."
-        )
+        yield "fsdp_config.activation_checkpointing is only supported by SFT. Set gradient_checkpointing: true instead."
     if details.state_dict_type == SHARDED and config.save_only_model:
-        yield (
-            f"save_only_model: true is incompatible with fsdp_config.state_dict_type: {SHARDED}. Remove one; "
-            "the final model is saved whole with both types."
-        )
+        yield f"save_only_model: true is incompatible with fsdp_config.state_dict_type: {SHARDED}. Remove one."
     if config.save_only_model and config.load_best_model_at_end:
         yield "save_only_model and load_best_model_at_end cannot both be set with fsdp. Remove one."
 
@@ -101,14 +95,9 @@ def check_deepspeed(config: BaseConfig) -> None:
     if config.deepspeed is None:
         return
     if zero_stage(config) == 3 and config.uses_server and config.adapter is not None:
-        raise ConfigError(
-            "deepspeed: ZeRO-3 does not support a vLLM server for an adapter, whose weights are in parts and are not "
-            "sent. Use fsdp: true or deepspeed: zero2, or remove trl.use_vllm."
-        )
+        raise ConfigError("deepspeed: ZeRO-3 sends no adapter to a vLLM server. Use fsdp or zero2, or no trl.use_vllm.")
     if find_spec("deepspeed") is None:
-        raise MissingPackageError(
-            "deepspeed requires the package deepspeed: pip install 'ebft[deepspeed]'. Or remove it to use DDP."
-        )
+        raise MissingPackageError("deepspeed requires the package deepspeed: pip install 'ebft[deepspeed]'.")
 
 
 # Allowed values of `rl`: those in ebft.methods.
@@ -186,8 +175,7 @@ class EvaluationSection(Section):
         pass_at = sorted(set(self.pass_at or [1, samples]))
         if pass_at[-1] > samples:
             raise ConfigError(
-                f"evaluation.pass_at: pass@{pass_at[-1]} requires at least as many samples, got {samples}. Increase "
-                "evaluation.samples, or reduce evaluation.pass_at."
+                f"evaluation.pass_at: {pass_at[-1]} is more than the samples, {samples} (evaluation.samples)."
             )
         return samples, pass_at
 
@@ -284,10 +272,7 @@ class RayKeys(Section):
             if name not in _KINDS and name.upper() in _KINDS:
                 raise ValueError(f"resources_per_worker: {name} is written {name.upper()} in Ray.")
         if (value or {}).get("GPU", 0) not in (0, 1):
-            raise ValueError(
-                f"resources_per_worker: invalid value GPU: {value['GPU']:g}; expected 1 or 0, because each worker is "
-                "one process, which trains on one GPU. Use ray_num_workers for more."
-            )
+            raise ValueError("resources_per_worker: GPU must be 1 or 0: a worker is one process. See ray_num_workers.")
         return value
 
 

@@ -176,10 +176,7 @@ class Structured(GRPO):
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from feature_conflicts(config)
         if config.ebft.rl_coef == 0:
-            yield (
-                "ebft.rl_coef: 0 has no effect in structured mode, whose policy-gradient term always has weight 1. "
-                "Remove it, or train with the cross-entropy alone (leave out rl)."
-            )
+            yield "ebft.rl_coef: 0 has no effect in structured mode. Remove it; cross-entropy alone is without rl."
         yield from super().conflicts(config)
 
     def warn_of_idle_options(self, config: MethodConfig) -> None:

@@ -59,10 +59,7 @@ class GRPO(Method):
         yield from nemo_gym.conflicts(config)
         ours, theirs = config.vllm.port, config.trl.vllm_server_port
         if config.manages_server and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
-            yield (
-                f"vllm.port: {ours} and trl.vllm_server_port: {theirs} differ: with vllm_mode: managed, the server "
-                "listens on the first and the trainer connects to the second. Keep only one."
-            )
+            yield f"vllm.port: {ours} and trl.vllm_server_port: {theirs} differ with vllm_mode: managed. Keep one."
 
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
@@ -124,10 +121,7 @@ class GRPO(Method):
         trl = config.trl
         given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(trl, name))
         if given:
-            raise ConfigError(
-                f"ebft evaluate samples completions without {given}. Hold out rows in training instead (test_datasets "
-                "or val_set_size, with eval_strategy)."
-            )
+            raise ConfigError(f"ebft evaluate samples completions without {given}. Hold out rows in training instead.")
         return sampled_as(trl)
 
     def samples_per_group(self, config: MethodConfig) -> int:
@@ -320,11 +314,6 @@ def _rollouts(config: MethodConfig) -> Iterator[str]:
     floor, cap = getattr(trl, _FLOOR), getattr(trl, _CAP) or _TRLS_CAP
     if floor is not None and floor >= cap:
         yield f"trl.{_FLOOR}: {floor:g} must be less than trl.{_CAP}: {cap:g}, for example {1 / max(cap, 1.5):.2g}."
-    if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
-        yield (
-            "lora_modules_to_save is not supported with vLLM, which cannot load adapters with full modules. Remove it, "
-            "or set trl.use_vllm: false."
-        )
 
 
 def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
@@ -333,10 +322,7 @@ def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
     given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
     yield from rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
     if given and config.fsdp and not config.uses_server:
-        yield (
-            f"trl.{given[0]} is incompatible with fsdp, whose processes must sample equally many turns. Set "
-            "trl.use_vllm: true with vllm_mode: server or managed, or remove fsdp."
-        )
+        yield f"trl.{given[0]} is incompatible with fsdp without a vLLM server. Set trl.use_vllm: true, or remove fsdp."
     _load_interactive(config)
 
 

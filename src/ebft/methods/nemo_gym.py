@@ -86,10 +86,7 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
     ours = {path_in(config.nemo_gym_dir, entry.path) for entry in config.nemo_gym_datasets}
     theirs = {path_in(".", entry.path) for entry in config.datasets}
     if ours and ours != theirs:
-        yield (
-            f"datasets and nemo_gym_datasets list different files: {', '.join(sorted(ours ^ theirs))}. Remove "
-            "datasets, which then lists the same ones."
-        )
+        yield f"datasets and nemo_gym_datasets list different files: {', '.join(sorted(ours ^ theirs))}. Keep one."
     slices = _slices(config)
     for entry in config.datasets:
         of_file = slices.get(path_in(".", entry.path), entry.split)
@@ -130,10 +127,7 @@ def _agents(config: MethodConfig) -> Iterator[str]:
 def problems_here(config: MethodConfig, machine: Machine) -> Iterator[str]:
     """Requirements that this machine does not meet."""
     if config.nemo_gym_enabled and config.nemo_gym_multi_turn and machine.processes > 1:
-        yield (
-            "nemo_gym_multi_turn: true is supported in one training process only, because agents request one adapter "
-            "by a fixed name. Launch one process."
-        )
+        yield "nemo_gym_multi_turn: true is supported in one training process only. Launch one process."
 
 
 def check_gym_rows(config: MethodConfig, *datasets: Dataset | None) -> None:

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ebft.catalog import adapted_head, adapted_heads
 from ebft.config.section import Section
 from ebft.data.transforms import PreferenceColumns
-from ebft.methods.method import Method, class_at
-
-if TYPE_CHECKING:
-    from ebft.machine import Machine
-    from ebft.methods.method import MethodConfig
+from ebft.machine import Machine
+from ebft.methods.method import Method, MethodConfig, class_at
 
 
 class BetaKeys(Section):
@@ -88,26 +85,18 @@ class PreferenceMethod(Method):
             head = adapted_head(config.lora_model_dir)
             if head is not None:
                 yield (
-                    f"lora_model_dir: the adapter in {config.lora_model_dir} adapts {head}, which is not supported by "
-                    f"{self.name}: TRL uses its weight without adapter. Merge the adapter into its base model (ebft "
-                    "merge-lora), and set base_model to the result."
+                    f"lora_model_dir: {config.lora_model_dir} adapts {head}, whose weight {self.name} uses without "
+                    "adapter. Merge it (ebft merge-lora), and set base_model to the result."
                 )
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
-            yield (
-                "precompute_ref_log_probs: true is not supported with several processes, since TRL writes the results "
-                "to a file of the first one. Remove it."
-            )
+            yield "precompute_ref_log_probs: true is not supported with several processes, since TRL writes one file."
 
     def resolve(self, config: MethodConfig) -> None:
         super().resolve(config)
         if config.adapter and config.lora_dropout:
-            warnings.warn(
-                f"lora_dropout: no effect with {self.name}: TRL disables dropout, so that log-probabilities of the "
-                "same weights are equal.",
-                stacklevel=2,
-            )
+            warnings.warn(f"lora_dropout: no effect with {self.name}, in which TRL disables dropout.", stacklevel=2)
 
     def copies_model(self, config: MethodConfig) -> bool:
         return self.has_reference and not config.precompute_ref_log_probs
@@ -235,10 +224,7 @@ class KTO(PreferenceMethod):
         yield from super().conflicts(config)
         for key in ("micro_batch_size", "eval_batch_size"):
             if getattr(config, key) == 1:
-                yield (
-                    f"{key}: 1 is not supported by rl: kto, which estimates its KL term with completions of other rows "
-                    "of the batch. Set at least 2."
-                )
+                yield f"{key}: 1 is not supported by rl: kto, whose KL term compares rows of a batch. Set at least 2."
 
 
 class ORPOKeys(BetaKeys):

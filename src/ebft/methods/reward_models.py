@@ -51,10 +51,7 @@ class Classifier(Method):
         self.warn_of_idle(config, *(["train_on_inputs"] if config.train_on_inputs else []))
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
-        raise ConfigError(
-            f"ebft evaluate compares language models; {self.name} trains a model that generates no text. Its loss and "
-            "accuracy on held-out rows are logged in training: set test_datasets or val_set_size, with eval_strategy."
-        )
+        raise ConfigError(f"ebft evaluate compares language models. Rows held out in training evaluate {self.name}.")
 
 
 class RewardModelKeys(HeadKeys):

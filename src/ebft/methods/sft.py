@@ -66,10 +66,7 @@ class SFT(Method):
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         if config.chunked_cross_entropy and zero_stage(config) == 3:
-            yield (
-                "chunked_cross_entropy is incompatible with ZeRO-3, which gathers the output layer once in each pass. "
-                "Remove it, or set deepspeed: zero2 or fsdp: true."
-            )
+            yield "chunked_cross_entropy is not supported with ZeRO-3. Remove it, or set deepspeed: zero2 or fsdp."
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         asked = self._kernels(config)
@@ -80,10 +77,7 @@ class SFT(Method):
     def missing_on_gpus(self, config: MethodConfig) -> Iterator[str]:
         asked = self._kernels(config)
         if asked and find_spec("liger_kernel") is None:
-            yield (
-                f"{asked[0]} requires the package liger-kernel: pip install liger-kernel. Or remove it: the model's "
-                "own layers give the same results."
-            )
+            yield f"{asked[0]} requires the package liger-kernel: pip install liger-kernel. Or remove it."
 
     def keeps_logits(self, config: MethodConfig) -> bool:
         return not self._may_be_in_chunks(config)

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import as_folder, base_name, is_gguf
+from ebft.config.keys.models import ModelSettings
 from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, warn
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
@@ -24,10 +25,7 @@ from ebft.models.weights import prepare_float8, prepare_rounding, quantise_exper
 from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
-if TYPE_CHECKING:
-    from ebft.config.keys.models import ModelSettings
-
-Settings = TypeVar("Settings", bound="ModelSettings")
+Settings = TypeVar("Settings", bound=ModelSettings)
 
 # Settings of generation that have no effect without sampling.
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff")
@@ -72,10 +70,7 @@ def load_base_model(
     file, size = base_name(config.base_model, config.gguf_file), model_config.get_text_config().vocab_size
     # New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with.
     if config.adapter is not None and is_gguf(file) and len(tokenizer) > size:
-        raise ModelError(
-            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
-            f"would not be saved with an adapter of a GGUF file. {as_folder(file)}"
-        )
+        raise ModelError(f"special_tokens: an adapter of a GGUF file does not save new tokens. {as_folder(file)}")
     if head.num_labels is not None:
         model_config.num_labels = head.num_labels
         model_config.classifier_dropout = 0.0  # of the head for tokens: as TRL trained process reward models
@@ -161,10 +156,7 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest:
     if limit is None or sequence_len <= limit or (longest is not None and longest <= limit):
         return
     found = "as many tokens may be in one document" if longest is None else f"the longest text has {longest:,} tokens"
-    raise ConfigError(
-        f"sequence_len: {sequence_len} exceeds the {limit} positions of {name} (max_position_embeddings), and {found}. "
-        f"Set sequence_len to at most {limit}."
-    )
+    raise ConfigError(f"sequence_len: {sequence_len} exceeds the {limit} positions of {name}, and {found}.")
 
 
 def _warn_of_untrained_tokens(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 from jinja2 import Environment
@@ -22,14 +22,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft import catalog
+from ebft.config.keys.models import ModelSettings
 from ebft.data.rendering import rendered_examples, split_by_template, warn_of_split_markers
 from ebft.errors import ModelError, doing, shortened, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.weights import load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
-
-if TYPE_CHECKING:
-    from ebft.config.keys.models import ModelSettings
-
 
 GENERATION_CONFIG = "generation_config.json"
 

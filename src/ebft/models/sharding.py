@@ -47,10 +47,7 @@ def load_whole() -> None:
 def check_whole(model: nn.Module) -> None:
     """Raise ModelError for a model that ZeRO-3 has partitioned already."""
     if is_partitioned(model):
-        raise ModelError(
-            "the model was loaded in parts, since ZeRO-3 was enabled by training arguments that existed before it, but "
-            "it is copied, and its passes are checked, before training. Load the model first, or give its name."
-        )
+        raise ModelError("ZeRO-3 loaded the model in parts. Load it before the training arguments, or give its name.")
 
 
 def keep_head(causal_lm: PreTrainedModel) -> None:
@@ -99,10 +96,7 @@ def check_version(accelerator: Any, compares_weights: bool = False) -> None:
     if plugin is None:
         return
     if plugin.fsdp_version != 2:
-        raise ConfigError(
-            "FSDP1 is not supported: completions are sampled and scored in programs that run inside the forward of the "
-            "outermost module, which FSDP1 does not allow. Remove version from fsdp_config, or set it to 2."
-        )
+        raise ConfigError("FSDP1 is not supported. Remove version from fsdp_config, or set it to 2.")
     if plugin.cpu_ram_efficient_loading and compares_weights:
         raise ConfigError("a vLLM server is incompatible with cpu_ram_efficient_loading. Set it to false.")
 

@@ -90,10 +90,7 @@ class Servers:
         server = self.by_name.get(name)
         if server is None or server.kind not in kinds:
             known = ", ".join(server.name for kind in kinds for server in self._of(kind)) or "none"
-            raise errors.ConfigError(
-                f"NeMo Gym at {self.head} has no server {name!r}{of}. Servers: {known}. Correct agent_ref or "
-                "server_name."
-            )
+            raise errors.ConfigError(f"NeMo Gym has no server {name!r}{of} (agent_ref, server_name). Servers: {known}.")
         return server
 
     def _of(self, kind: str) -> list[Server]:

@@ -39,10 +39,7 @@ class Failures:
         failure, server = failed[-1]
         last = f"{server.name} at {server.url}{path}: {failure.reason}"
         if len(failed) == len(answers):
-            raise RolloutError(
-                f"All {len(answers)} requests of this batch to NeMo Gym failed. Last failure: {last}. See the server's "
-                "log, and resume training from the last checkpoint."
-            )
+            raise RolloutError(f"All {len(answers)} requests of this batch to NeMo Gym failed. Last failure: {last}.")
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -116,10 +113,7 @@ def reward_in(answer: Any, server: Server, path: str) -> float | None:
         return None
     reward = answer.get("reward") if isinstance(answer, dict) else None
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise RolloutError(
-            f"The response of {server.name} at {server.url}{path} has no finite number as `reward`: "
-            f"{json.dumps(answer)[:300]}. Is it a server of NeMo Gym?"
-        )
+        raise RolloutError(f"{server.name} at {server.url}{path} returned no finite reward: {json.dumps(answer)[:300]}")
     return float(reward)
 
 
@@ -230,9 +224,7 @@ def model_calls(answer: dict[str, Any], agent: Server) -> list[Call]:
             elif pending:
                 break
     if pending:
-        raise RolloutError(
-            f"A reply in {where} has no {_FIELDS[1]}. Set return_token_id_information: true for the model server."
-        )
+        raise RolloutError(f"A reply in {where} has no {_FIELDS[1]}: set return_token_id_information: true.")
     return [call for call in calls if call.ids]
 
 
@@ -259,16 +251,14 @@ def check_agents(servers: Servers, names: list[str], max_turns: int | None = Non
         steps = servers.by_name[agent].settings.get("max_steps")
         if max_turns is not None and not (isinstance(steps, int) and 0 < steps <= max_turns):
             raise ConfigError(
-                f"nemo_gym_max_turns: {max_turns}, but the agent {agent} has max_steps: {steps} in NeMo Gym's config, "
-                f"and it is the agent that ends a conversation. Set max_steps: {max_turns} there and restart NeMo Gym, "
-                "or remove nemo_gym_max_turns."
+                f"nemo_gym_max_turns: {max_turns}, but the agent {agent} ends conversations at max_steps: {steps}. Set "
+                f"max_steps: {max_turns} in NeMo Gym's config and restart it, or remove nemo_gym_max_turns."
             )
         model = servers.model(servers.by_name[agent])
         if model is None or "return_token_id_information" not in model.settings:
             continue  # another kind of model server; its responses are checked
         if model.settings.get("model") != POLICY:
             raise ConfigError(
-                f"The model server {model.name} of NeMo Gym, which the agent {agent} uses, requests the model "
-                f"{model.settings.get('model')!r}, which is not trained. Set model: {POLICY} in its config, the name "
-                "of the policy's adapter on the vLLM server, and restart NeMo Gym."
+                f"The agent {agent} requests the model {model.settings.get('model')!r}, which is not trained. Set "
+                f"model: {POLICY} in NeMo Gym's config of the model server {model.name}, and restart it."
             )

@@ -324,12 +324,15 @@ class KTOTrainer(HasReference, trl.KTOTrainer):
     one, such as the last of an epoch or of an evaluation, gets the completion of another training row.
     """
 
-    _others: list[list[int]]  # see `spare_completions`
+    _others: list[list[int]]  # the first completion, and the first one that differs from it, if there is one
 
     def __init__(
         self, model: nn.Module, *, args: Any, train_dataset: Dataset, processing_class: Any, **kwargs: Any
     ) -> None:
-        self._others = spare_completions(train_dataset)
+        if len(train_dataset) < 2:
+            raise DataError("rl: kto: there is one training row, but the KL term needs completions of other rows.")
+        completions = train_dataset["completion_ids"]
+        self._others = [first := completions[0], *islice((ids for ids in completions if ids != first), 1)]
         collator = OtherCompletions(processing_class.pad_token_id, max_length=args.max_length, spares=self._others)
         super().__init__(
             model,
@@ -397,27 +400,12 @@ class OtherCompletions(DataCollatorForUnpairedPreference):
 def with_other_completions(rows: dict[str, list], spares: Sequence[list[int]]) -> dict[str, list]:
     """Return the completions of a batch, each moved to the next row and the last one to the first.
 
-    A batch of one row gets one of the `spares`, see `spare_completions`: with its own completion, the KL term would not
-    compare mismatched pairs.
+    A batch of one row gets one of the `spares`: the KL term compares mismatched pairs, so not its own completion.
     """
     ids = rows["completion_ids"]
     if len(ids) == 1:
         return {"KL_completion_ids": [next((spare for spare in spares if spare != ids[0]), ids[0])]}
     return {"KL_completion_ids": [*ids[-1:], *ids[:-1]]}
-
-
-def spare_completions(dataset: Dataset) -> list[list[int]]:
-    """Return the first completion, and the first one that differs from it, if there is one.
-
-    Raises DataError for a single row, which has no other completion.
-    """
-    if len(dataset) < 2:
-        raise DataError(
-            "rl: kto: there is one training row, but the KL term pairs prompts with completions of other rows."
-        )
-    completions = dataset["completion_ids"]
-    first = completions[0]
-    return [first, *islice((ids for ids in completions if ids != first), 1)]
 
 
 def without_router_loss(model: nn.Module) -> None:

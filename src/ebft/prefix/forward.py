@@ -69,16 +69,11 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
     config = causal_lm.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit:
-        raise ValueError(
-            f"a document of {length} tokens exceeds the model's max_position_embeddings ({limit}). "
-            f"Truncate documents to at most {limit} tokens (sequence_len in a config)"
-        )
+        raise ValueError(f"a document of {length} tokens exceeds max_position_embeddings ({limit}): see sequence_len")
     most = most_tokens(causal_lm)
     if most is not None and length > most:
         raise ModelError(
-            "the model's rope_type or indexer (index_topk) treats sequences longer than "
-            f"{most} tokens otherwise, so rollouts cannot share a prefix with documents of {length} tokens. Set "
-            f"sequence_len to at most {most}"
+            f"rollouts share documents of at most {most} tokens with this rope_type or index_topk, not {length} (sequence_len)"
         )
 
 

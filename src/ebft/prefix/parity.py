@@ -82,8 +82,7 @@ def difference_and_tolerance(
     difference = (differences.median() if rough else differences.max()).item()
     if not math.isfinite(difference):
         raise ModelError(
-            f"{type(causal_lm).__name__}: the {what} are not finite. The weights contain NaN or infinite values, or "
-            f"the model overflows in {causal_lm.dtype}. Use other weights, or torch_dtype: float32."
+            f"{type(causal_lm).__name__}: the {what} are not finite in {causal_lm.dtype}. Use torch_dtype: float32."
         )
     return difference, tolerances[rough]
 

@@ -221,6 +221,8 @@ class StopOnSignal(TrainerCallback):
     by a signal. `command`: the words of the command that started the run, for the message on how to resume.
     """
 
+    is_ray_worker = False  # whether `ebft train` started this process through Ray Train
+
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self.command = command
         self.requested = False

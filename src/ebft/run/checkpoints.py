@@ -46,9 +46,8 @@ class Found(NamedTuple):
             )
         elif self.resumable is None and self.newest is not None:
             raise ConfigError(
-                f"Training cannot be resumed from {self.newest}: it has no optimizer state, as with save_only_model: "
-                "true. Resume from another checkpoint, or start a new run from its weights: in another output_dir, "
-                "with lora_model_dir (for an adapter) or base_model set to this folder."
+                f"Training cannot be resumed from {self.newest}: it has no optimizer state (save_only_model: true). In "
+                "another output_dir, a new run can start from its weights: set lora_model_dir or base_model to it."
             )
         return self.resumable
 
@@ -71,8 +70,8 @@ def find_checkpoints(config: RunConfig) -> Found:
         is_own = output_dir.resolve() in (named.resolve(), named.resolve().parent)
         if not is_own and (has_records(output_dir) or newest_checkpoint(output_dir) is not None):
             warn(
-                f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run, "
-                f"whose files would remain. Set output_dir to {named.parent} or to a new folder."
+                f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, whose files of another run would "
+                f"remain. Set output_dir to {named.parent} or to a new folder."
             )
     elif config.auto_resume_from_checkpoints:
         found = _newest_of(output_dir)
@@ -87,15 +86,6 @@ def find_checkpoints(config: RunConfig) -> Found:
     for folder in {found.newest, found.resumable} - {None}:
         check_same_run(config, folder)
     return found
-
-
-def refuse_checkpoint(output_dir: Path) -> None:
-    """Raise ConfigError if `output_dir` is a checkpoint of a run."""
-    if step_in_name(output_dir) is not None and (output_dir / STATE).is_file() and final_step(output_dir) is None:
-        raise ConfigError(
-            f"output_dir: {output_dir} is a checkpoint, whose files a run would replace. Set another output_dir; to "
-            "continue from the checkpoint, also set resume_from_checkpoint to it."
-        )
 
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:

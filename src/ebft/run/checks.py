@@ -34,15 +34,9 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
     """Raise ConfigError, with an alternative, for settings that this machine does not support."""
     problems = list(config.method.problems_here(config, machine))
     if config.deepspeed is not None and not machine.has_accelerator:
-        problems.append(
-            "deepspeed requires GPUs: on CPU, accelerate lets each process train on all rows. Remove deepspeed to use "
-            "DDP, or set fsdp: true, which also runs on CPU."
-        )
+        problems.append("deepspeed requires GPUs. Remove it to use DDP, or set fsdp: true, which also runs on CPU.")
     if config.fsdp and machine.processes == 1:
-        problems.append(
-            "fsdp shards the model over several processes, but only one runs. Start several, for example ebft train "
-            "CONFIG --num-processes 2, or remove fsdp."
-        )
+        problems.append("fsdp needs several processes (ebft train CONFIG --num-processes 2), but only one runs.")
     if config.fp8 and not machine.supports_float8:
         problems.append("fp8 needs a GPU of compute capability 8.9 (Ada, Hopper or newer). Set bf16: true instead.")
     if problems:
@@ -141,9 +135,8 @@ def _overwritten(config: RunConfig) -> Iterator[str]:
             is_read = os.path.isdir(data) and not any(part.startswith(".") for part in way)
             if entry.data_files is None and is_read:
                 yield (
-                    f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, whose "
-                    "files are all read as data, so that this or a later run would read the files of this run. "
-                    "Set output_dir to another folder, or name the files in data_files."
+                    f"output_dir: {config.output_dir} is in {section}.{number}.path: {entry.path}, whose files are all "
+                    "read as data. Set output_dir to another folder, or name the files in data_files."
                 )
     for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):
         name = getattr(config, key)
@@ -152,15 +145,9 @@ def _overwritten(config: RunConfig) -> Iterator[str]:
         with doing(f"looking for {key}: {shortened(name)}"):
             source = os.path.realpath(lasting_name(name))
         if output in (source, os.path.realpath(os.path.expanduser(name))):
-            yield (
-                f"output_dir: {config.output_dir} is the folder of {key}, whose files the trained model would replace, "
-                "or also its name. Choose another folder."
-            )
+            yield f"output_dir: {config.output_dir} is the folder of {key}, whose files a run replaces. Set another."
         if source.startswith(os.path.join(output, "checkpoint-")):
-            yield (
-                f"output_dir: {config.output_dir} contains {key}: {name}, a checkpoint of an earlier run, which a new "
-                "run in the same folder moves away. Choose another folder."
-            )
+            yield f"output_dir: {config.output_dir} has {key}: {name}, which a new run moves away. Set another."
 
 
 # Keys that may differ between machines: places of files, resources, and what only the main process reads.
@@ -201,8 +188,7 @@ def check_same_everywhere(config: RunConfig, precision: str, rows: Any, held_out
         if names:
             raise ConfigError(
                 f"The processes of this run would train different models: rank {rank} differs from rank 0 in "
-                f"{', '.join(sorted(names))}. Start all processes, on every machine, with the same config, overrides "
-                "and files."
+                f"{', '.join(sorted(names))}. Start all with the same config, overrides and files."
             )
 
 

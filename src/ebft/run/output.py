@@ -159,8 +159,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
         run = run_files.read_run(output_dir)
         owner = f" (process {run.get('pid')} on {run.get('host')})" if run_files.state_of(run) == "running" else ""
         raise errors.ConfigError(
-            f"output_dir: {output_dir} is used by another run{owner}. Wait until it has ended, or choose another "
-            "folder."
+            f"output_dir: {output_dir} is used by another run{owner}. Choose another one."
         ) from None
     except (OSError, NotImplementedError) as error:
         errors.warn(f"output_dir: {output_dir} cannot be locked ({error}), so another run in it would not be detected.")

@@ -183,15 +183,7 @@ def _by_sample(call: Callable[..., Any], cfg: PluginConfig, trainer: Any) -> Cal
 
 def find_plugin(name: str) -> type[Any]:
     """The class of a plugin, whose module is imported. Raises ConfigError if it is none."""
-    try:
-        found = find_function("plugins", name)
-    except ConfigError as error:
-        if "No module named 'axolotl" not in str(error):
-            raise
-        raise ConfigError(
-            f"{error} A plugin needs no base class here: a class with the same methods works without axolotl's "
-            "BasePlugin."
-        ) from error
+    found = find_function("plugins", name)
     hooks = [hook for hook in HOOKS if _has(found, hook)] if inspect.isclass(found) else []
     if not inspect.isclass(found) or not (issubclass(found, TrainerCallback) or hooks):
         raise ConfigError(

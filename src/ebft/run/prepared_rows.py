@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -51,13 +52,9 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
     folder = base.expanduser() / json_hash(inputs)[:32]
     if (rows := read_rows(folder)) is not None:
         return Prepared(rows, folder, is_new=False)
-    problem = lambda error: DataError(
-        f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another folder, "
-        "or leave it unset to prepare rows in every run."
-    )
     line = f"Waiting for another process that prepares the rows in {folder}"
     waiting = lambda: say(line, err=True) if is_main_process() else None
-    with locked(folder, problem, waiting):
+    with locked(folder, "dataset_prepared_path", waiting):
         if (rows := read_rows(folder)) is not None:
             return Prepared(rows, folder, is_new=False)
         rows = config.method.load_rows(config, tokenizer)
@@ -137,13 +134,18 @@ IDLE |= {key for group in _IDLE_GROUPS for key in group.model_fields} - _OF_ROWS
 
 def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What determines the rows of a run, as JSON. Raises DataError if a source or a transform does not exist."""
-    sources = transform_sources([entry.type for entry in (*config.datasets, *config.test_datasets)])
+    names = {entry.type for entry in (*config.datasets, *config.test_datasets)}
+    own = {name: own_transform(name) for name in names if built_in(name) is None}
+    modules = {(name.rpartition(".")[0], function.__module__) for name, function in own.items()}
+    sources = user_functions.module_sources(chain(*modules))  # installed packages are left out
+    paths = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".jinja"))
+    package = json_hash([[path.relative_to(_PACKAGE).as_posix(), file_hash(path)] for path in paths])
     inputs = {
         "settings": row_settings(config, sources.values()),
         "data": source_hashes(config),
         "transforms": {name: text_hash(source) for name, source in sorted(sources.items())},
         "tokenizer": saved_tokenizer_hashes(tokenizer),
-        "code": own_code(),
+        "code": {"package": package, **{name: version(name) for name in _LIBRARIES}},
     }
     return json.loads(json.dumps(inputs, default=str))
 
@@ -165,18 +167,6 @@ def row_settings(config: RunConfig, sources: Iterable[str] = ()) -> dict[str, An
     return {key: value for key, value in section.flat_settings(config) if is_read(key)}
 
 
-def transform_sources(names: list[str]) -> dict[str, str]:
-    """The source of each module that the custom transforms among `names` are defined in or import.
-
-    Installed packages are left out, so that their changes are not detected. Raises DataError if a transform does not
-    exist.
-    """
-    own = {name: own_transform(name) for name in names if built_in(name) is None}
-    return user_functions.module_sources(
-        module for name, function in own.items() for module in {name.rpartition(".")[0], function.__module__}
-    )
-
-
 def saved_tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """The hash of each file that saves the tokenizer, and of the source of its class."""
     with TemporaryDirectory() as folder:
@@ -190,10 +180,3 @@ def saved_tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]
     source = inspect.getsourcefile(type(tokenizer))
     found["class"] = type(tokenizer).__name__ if source is None else file_hash(Path(source))
     return found
-
-
-def own_code() -> dict[str, str]:
-    """The hash of the code of this package, and the versions of the libraries that make rows."""
-    paths = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".jinja"))
-    package = json_hash([[path.relative_to(_PACKAGE).as_posix(), file_hash(path)] for path in paths])
-    return {"package": package, **{name: version(name) for name in _LIBRARIES}}

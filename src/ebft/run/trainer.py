@@ -99,12 +99,13 @@ _SAME_NAME = (
     *("dataloader_pin_memory", "dataloader_prefetch_factor", "neftune_noise_alpha", "torch_compile_backend"),
     *("torch_compile_mode", "trackio_space_id", "fp16", "torch_compile", "ddp_timeout"),
     *("output_dir", "save_total_limit", "save_only_model", "load_best_model_at_end", "logging_steps"),
-    *("hub_model_id", "hub_strategy", "hub_private_repo"),
+    *("hub_model_id", "hub_strategy", "hub_private_repo", "lr_scheduler_kwargs"),
 )
 _OTHER_NAME = {
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
     "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
     "wandb_name": "run_name",
     "trackio_project_name": "project",
 }
@@ -135,7 +136,10 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:
         details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
         kwargs[f"{checkpointing}_kwargs"] = details
-    kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
+    if config.cosine_min_lr_ratio is not None:
+        kwargs["lr_scheduler_type"] = "cosine_with_min_lr"
+        given = config.lr_scheduler_kwargs or {}
+        kwargs["lr_scheduler_kwargs"] = {**given, "min_lr_rate": config.cosine_min_lr_ratio}
     per_epoch = steps_of_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     if has_eval:
@@ -155,22 +159,12 @@ def use_bf16(config: RunConfig, machine: Machine) -> bool:
     return config.bf16
 
 
-def schedule_of(config: RunConfig) -> tuple[str, dict[str, Any] | None]:
-    """The name of the learning-rate schedule and its arguments, with `cosine_min_lr_ratio` as transformers has it."""
-    if config.cosine_min_lr_ratio is None:
-        return config.lr_scheduler, config.lr_scheduler_kwargs
-    return "cosine_with_min_lr", {**(config.lr_scheduler_kwargs or {}), "min_lr_rate": config.cosine_min_lr_ratio}
-
-
 def _precision_of_config(config: RunConfig, machine: Machine) -> str:
     """The precision, as accelerate names it, which reads its own config file from the environment if it is "no"."""
     ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
     theirs = os.environ.get(_PRECISION, "no").lower()
     if theirs not in ("no", ours):
-        raise ConfigError(
-            f"The environment variable {_PRECISION} is {theirs:.60}, but the precision of the config is {ours} here. "
-            "Set bf16 and fp16 in the config, or unset the variable (accelerate launch --mixed_precision no)."
-        )
+        raise ConfigError(f"{_PRECISION} is {theirs:.60} in the environment, and {ours} by bf16 and fp16. Unset it.")
     return ours
 
 

@@ -28,7 +28,7 @@ from ebft.errors import ConfigError, NonFiniteLossError, SaveError, doing, short
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
-from ebft.machine import is_main_process, is_ray_worker
+from ebft.machine import is_main_process
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.load import check_sequence_len, load_model, load_model_config, usable_quantisation, weights_dtype
 from ebft.models.pretrained import load_tokenizer
@@ -51,6 +51,7 @@ from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
 from ebft.trainer import OverTrainer
+from ebft.trainer.checkpoints import step_in_name
 from ebft.transformers_internals import load_weights
 
 
@@ -99,7 +100,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     """`train` until it is complete or `stop` is requested."""
     with ExitStack() as run:
         run.enter_context(_interruptible(config, stop))
-        _check(config)
+        _check(config, stop)
         config = usable_quantisation(config)  # what the run records is what it trains
         output_dir = Path(config.output_dir)
         make_output_dir(output_dir)
@@ -109,7 +110,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
         files, server = run.enter_context(recorded(config)), run.enter_context(_services(config))
         plugins = Plugins(config)
         tokenizer, model_config = load_tokenizer(config), load_model_config(config)
-        train_data, eval_data = load_data(config, tokenizer, model_config)
+        train_data, eval_data = arranged(config, run_rows(config, tokenizer), model_config)
         rows = 0 if config.streaming else len(train_data)
         args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
 
@@ -183,14 +184,13 @@ def _interruptible(config: RunConfig, stop: StopOnSignal) -> Iterator[None]:
             raise TrainingInterrupted(message, stop.signal_number) from None
 
 
-def _check(config: RunConfig) -> None:
+def _check(config: RunConfig, stop: StopOnSignal) -> None:
     """Raise ConfigError or DataError if the run cannot be trained on this machine or in this folder."""
-    if config.use_ray and not is_ray_worker():
-        raise ConfigError(
-            "use_ray: true starts workers, which only the command ebft train does. Run it, or set use_ray: false to "
-            "train in this process."
-        )
-    checkpoints.refuse_checkpoint(Path(config.output_dir))
+    if config.use_ray and not stop.is_ray_worker:
+        raise ConfigError("use_ray: true needs the command `ebft train`. Run it, or set use_ray: false.")
+    folder = Path(config.output_dir)
+    if step_in_name(folder) is not None and (folder / STATE).is_file() and final_step(folder) is None:
+        raise ConfigError(f"output_dir: {folder} is a checkpoint, whose files a run would replace. Set another one.")
     check_runnable(config)
     check_machine(config, this_machine())
 
@@ -231,11 +231,6 @@ def run_rows(config: RunConfig, tokenizer: Any) -> LoadedRows:
     if is_main_process():
         say(describe(prepared), err=True)
     return prepared.rows
-
-
-def load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> tuple[Any, Any]:
-    """The training rows as the trainer receives them, and the evaluation rows or None."""
-    return arranged(config, run_rows(config, tokenizer), model_config)
 
 
 def arranged(config: RunConfig, rows: LoadedRows, model_config: Any) -> tuple[Any, Any]:
@@ -322,8 +317,7 @@ def _check_weights(trainer: OverTrainer) -> None:
     if on_any_process(trainer.accelerator, bool(found)):
         raise NonFiniteLossError(
             f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, so the final "
-            "model was not saved. A plugin changed them, the last update overflowed, or they were so in base_model. "
-            "Check these, or reduce learning_rate; an earlier checkpoint can be used as base_model or lora_model_dir."
+            "model was not saved. An earlier checkpoint can be used as base_model or lora_model_dir."
         )
 
 
@@ -425,10 +419,8 @@ def completed_run(config: RunConfig, found: checkpoints.Found, rows: int) -> Pat
     later = max(final_step(output_dir) or 0, 0 if last is None else checkpoints.step_of(last))
     if config.resume_from_checkpoint is not None and later > step:
         raise ConfigError(
-            f"resume_from_checkpoint: {newest} is at step {step}, at or past the end of this run, so nothing would be "
-            f"trained, and output_dir: {output_dir} has results up to step {later}, which are kept. Set another "
-            "output_dir to save the model of the checkpoint there, or increase max_steps, num_epochs or budget to "
-            "train on from it."
+            f"resume_from_checkpoint: {newest} is past the end of this run, and output_dir: {output_dir} has results "
+            f"up to step {later}, which are kept. Set another output_dir, or increase max_steps, num_epochs or budget."
         )
     return newest
 

@@ -65,9 +65,8 @@ def server_command(
     model, rank = lasting_name(config.base_model), max_lora_rank(config)
     if (rank is not None or on_gpu) and is_everywhere(vllm.host):
         warnings.warn(
-            f"vllm.host: {vllm.host} accepts connections from other machines, and the server loads weights and "
-            "adapters on request without authentication: anyone who reaches the port can replace the model. Use "
-            "127.0.0.1, or a network that only you can reach.",
+            f"vllm.host: {vllm.host} accepts connections from other machines: anyone who reaches the port can replace "
+            "the model, without authentication. Use 127.0.0.1, or a network that only you can reach.",
             stacklevel=2,
         )
     flags = [
@@ -114,10 +113,7 @@ def _engine_flags(vllm: VLLMSection, on_gpu: bool) -> list[str]:
     if vllm.tool_call_parser is not None:
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser]
     if vllm.enable_reasoning and vllm.reasoning_parser is None:
-        raise ConfigError(
-            "vllm.enable_reasoning: true requires a parser for the model's reasoning. Set vllm.reasoning_parser, for "
-            "example to qwen3, or remove enable_reasoning."
-        )
+        raise ConfigError("vllm.enable_reasoning: true requires vllm.reasoning_parser, for example qwen3.")
     if vllm.reasoning_parser is not None and vllm.enable_reasoning is not False:  # vLLM's only option to enable it
         flags += ["--reasoning-parser", vllm.reasoning_parser]
     return flags
@@ -152,9 +148,9 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
             rank = max(saved["r"], *(saved.get("rank_pattern") or {}).values(), 0)
         trained_in_full = saved.get("modules_to_save")
     if trained_in_full:
+        names = ", ".join(trained_in_full)
         raise ConfigError(
-            f"lora_modules_to_save: vLLM does not support adapters with fully trained modules "
-            f"({', '.join(trained_in_full)}). Remove them, or set trl.use_vllm: false."
+            f"lora_modules_to_save: vLLM does not support {names}. Remove it, or set trl.use_vllm: false."
         )
     return next((limit for limit in RANKS if limit >= rank), rank)  # vLLM says that a higher one is not supported
 
@@ -205,10 +201,8 @@ def device_environment(
         return {}
     if wanted + processes > gpus:
         raise ConfigError(
-            f"The vLLM server requires {wanted} GPU{'s' * (wanted > 1)} (tensor_parallel_size times "
-            f"data_parallel_size) and the trainer {processes}, but only {gpus} {'is' if gpus == 1 else 'are'} visible. "
-            "Set trl.vllm_mode: colocate to share GPUs, set trl.use_vllm: false to generate without vLLM, launch fewer "
-            "processes, or make more GPUs visible."
+            f"The vLLM server requires {wanted} GPUs and the trainer {processes}, but {gpus} are visible. Launch fewer "
+            "processes, set trl.vllm_mode: colocate to share GPUs, or trl.use_vllm: false to generate without vLLM."
         )
     visible = environ[VISIBLE].split(",") if VISIBLE in environ else map(str, range(gpus))  # indices, or UUIDs
     return {VISIBLE: ",".join([name.strip() for name in visible][:gpus][-wanted:])}

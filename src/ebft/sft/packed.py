@@ -22,7 +22,7 @@ from ebft.data.transforms.rows import IGNORE
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.prefix.forward import recurrent_layers
 from ebft.prefix.parity import difference_and_tolerance
-from ebft.transformers_internals import attention_of, has_flash_attention, takes_attention_functions
+from ebft.transformers_internals import attention_of, takes_attention_functions
 
 _LENGTHS = (11, 7), (8, 5)  # tokens of the documents of two rows, which are compared with separate documents
 
@@ -94,17 +94,6 @@ def count_documents(batch: dict[str, Tensor]) -> int:
     if "position_ids" not in batch:
         return len(batch["input_ids"])
     return int((batch["position_ids"].eq(0) & batch["attention_mask"].bool()).sum())
-
-
-def needs_one_row(model: nn.Module) -> bool:
-    """Whether packed rows must be joined into one row without padding.
-
-    Flash attention takes the boundaries of documents in a single row only, and the auxiliary loss of routers counts
-    every token that no attention mask excludes.
-    """
-    causal_lm = unwrap_adapter(model)
-    routed = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
-    return has_flash_attention(causal_lm) or routed
 
 
 def why_not_joined(model: nn.Module) -> str | None:

@@ -67,9 +67,12 @@ class SFTTrainer(OverTrainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        has_flash = has_flash_attention(unwrap_adapter(self.model))
+        causal_lm = unwrap_adapter(self.model)
+        has_flash = has_flash_attention(causal_lm)
         self._flattens: bool = has_flash if batch_flattening == "auto" else bool(batch_flattening)
-        self._joins_packed = packed.needs_one_row(self.model)
+        # Flash attention takes the boundaries of documents in a single row only, and the auxiliary loss of routers
+        # counts every token that no attention mask excludes.
+        self._joins_packed = has_flash or getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
         self._is_unchecked, self._unpacks = True, False
         packs = any(isinstance(rows, PackedRows) for rows in (self.train_dataset, self.eval_dataset))
         if packs or self._flattens:
@@ -204,7 +207,8 @@ class SFTTrainer(OverTrainer):
         else:
             given = packed.model_inputs(inputs, padding_free)
             targets = given["labels"].where(given["labels"].ne(IGNORE), given["input_ids"])
-            nll = token_losses(outputs["logits"], targets)
+            logits = outputs["logits"][:, :-1].float().transpose(1, 2)
+            nll = F.cross_entropy(logits, targets[:, 1:], reduction="none")
         nll = packed.in_rows(nll, inputs["attention_mask"]) if padding_free else nll
         return loss, nll, self.router_loss(outputs)
 
@@ -240,12 +244,6 @@ class SFTTrainer(OverTrainer):
             f"{'' if self._may_divide() else ', and memory, since all are padded to the longest'}.",
             stacklevel=2,
         )
-
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of targets (B, S), from the second on, given logits (B, S, V): (B, S - 1), float32."""
-    with torch.no_grad():
-        return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets[:, 1:], reduction="none")
 
 
 _SAVED_AS = "Stream"  # among the `stateful_callbacks` of trainer_state.json
@@ -298,8 +296,7 @@ class _KeepPosition(TrainerCallback):
         ]
         if changed:
             raise errors.ConfigError(
-                f"The stream differs from the one of the checkpoint: {'; '.join(changed)}. A run cannot continue in "
-                "another stream: set these keys to their former values, or start a new run in another output_dir."
+                f"The stream differs from the checkpoint's: {'; '.join(changed)}. Restore these keys."
             )
         self._first, self._first_step = saved["rows"], state.global_step
         skipped = state.global_step * self._trainer.rows_per_step

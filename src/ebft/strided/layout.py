@@ -58,8 +58,8 @@ class Documents:
         real = mask.bool()
         if mask.max() > 1:
             raise ValueError(
-                f"attention_mask must contain only 0 and 1, got {int(mask.max())}. To pack several documents into a "
-                "row, pass position_ids that restart at 0 for each document"
+                f"attention_mask must contain only 0 and 1, got {int(mask.max())}. With several documents in a row, "
+                "pass position_ids"
             )
         if (real.int().diff(dim=1) > 0).sum(1).add(real[:, 0]).max() > 1:
             raise ValueError("attention_mask has gaps: padding must be at the start or end of a row")
@@ -76,10 +76,7 @@ class Documents:
             prompt_length = torch.zeros_like(lengths).scatter_reduce(0, document, first, "amin", include_self=False)
         prompt_length = prompt_length.long().reshape(-1)
         if prompt_length.shape != lengths.shape or bool((prompt_length < 0).any()):
-            raise ValueError(
-                f"prompt_length must contain one non-negative value per document, got {prompt_length.tolist()} "
-                f"for {len(lengths)} documents"
-            )
+            raise ValueError(f"prompt_length must be one value, at least 0, per document, got {prompt_length.tolist()}")
         turns = _turns(inputs.get("turn_spans"), prompt_length, lengths)
         starts, ends = turns[document].unbind(-1)  # (S, K)
         in_turn = ((position[:, None] >= starts) & (position[:, None] < ends)).any(1)
@@ -148,9 +145,7 @@ def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
     starts = begins.nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([len(position)]))
     if not position.equal(_positions(lengths, len(position))):
-        raise ValueError(
-            "position_ids must be 0, 1, 2, ... within each document of a row and restart at 0 for the next document"
-        )
+        raise ValueError("position_ids must be 0, 1, 2, ... within each document of a row")
     return lengths
 
 
@@ -160,10 +155,7 @@ def _turns(given: Tensor | None, prompt_length: Tensor, lengths: Tensor) -> Tens
     if given is None:
         return whole
     if given.dim() != 3 or given.shape[0] != len(lengths) or given.shape[2] != 2:
-        raise ValueError(
-            f"turn_spans must contain (start, end) pairs for each document, of shape ({len(lengths)}, turns, 2), got "
-            f"shape {tuple(given.shape)}. Fill up documents with fewer turns with (0, 0)"
-        )
+        raise ValueError(f"turn_spans must have the shape ({len(lengths)}, turns, 2), got {tuple(given.shape)}")
     turns = given.long()
     starts, ends = turns.unbind(-1)
     empty = (starts == 0) & (ends == 0)
@@ -173,9 +165,8 @@ def _turns(given: Tensor | None, prompt_length: Tensor, lengths: Tensor) -> Tens
     if wrong.any():
         document = int(wrong.nonzero()[0])
         raise ValueError(
-            f"turn_spans of document {document} are {turns[document].tolist()}, but it has {int(lengths[document])} "
-            "tokens: they must be (start, end) pairs within the document, in order, without overlaps, followed only by "
-            "(0, 0)"
+            f"turn_spans of document {document}, {turns[document].tolist()}, must be pairs (start, end) in order "
+            f"within its {int(lengths[document])} tokens, followed only by (0, 0)"
         )
     if turns.shape[1] == 0:
         return whole

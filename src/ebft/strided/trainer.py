@@ -193,29 +193,16 @@ class StridedEBFTTrainer(OverTrainer):
 
         output = StridedOutput.of(documents, layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         if is_training_step:
-            self._record(output, rollouts.entropy, text_logps, documents, layout, rl_loss, ce_loss)
+            self._metrics.record(output, rollouts.entropy, text_logps, documents, layout)
+            self.budget.add(documents=len(documents.lengths), generated_tokens=output.lengths.sum())
+            entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
+            self.scored_rollouts(entries, output.rewards)
+            if self._measures_gradients():
+                with self.budget.meter.paused():
+                    self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
             # DDP averages over ranks, whereas these losses are to be summed; output.loss remains this rank's share.
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
-
-    def _record(
-        self,
-        output: StridedOutput,
-        entropy: Tensor,
-        text_logps: Tensor,
-        documents: Documents,
-        layout: StridedLayout,
-        rl_loss: Tensor,
-        ce_loss: Tensor,
-    ) -> None:
-        """Record a training step: metrics, budget, the log of rollouts, and the gradients of the two terms."""
-        self._metrics.record(output, entropy, text_logps, documents, layout)
-        self.budget.add(documents=len(documents.lengths), generated_tokens=output.lengths.sum())
-        entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
-        self.scored_rollouts(entries, output.rewards)
-        if self._measures_gradients():
-            with self.budget.meter.paused():
-                self._term_gradients.add(rl=self.args.rl_coef * rl_loss, ce=self.args.ce_coef * ce_loss)
 
     def _sample(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, noise: DocumentNoise, single_pass: bool

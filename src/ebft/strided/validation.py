@@ -122,7 +122,8 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions
     DataError if a row exceeds the model's `max_position_embeddings`, or if no row is usable.
     """
     if isinstance(dataset, dict):
-        rules.check_parts(name, dataset)
+        if name == "train_dataset":  # several datasets are parts of an evaluation
+            raise DataError(f"train_dataset must be one dataset, got {', '.join(map(str, dataset))}. Select one.")
         return {key: usable_rows(f"{name}[{key!r}]", part, model, options) for key, part in dataset.items()}
     has_block = lambda row: any(count_row_blocks(*document, options) for document in row)
     if isinstance(dataset, IterableDataset):
@@ -137,15 +138,12 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions
             usable.append(index)
     if limit is not None and longest > limit:
         raise DataError(
-            f"{name} has a row of {longest} tokens, which exceeds the model's max_position_embeddings ({limit}). "
-            f"Truncate rows to at most {limit} tokens"
+            f"{name} has a row of {longest} tokens, which exceeds max_position_embeddings ({limit}). Truncate it."
         )
     if not usable:
         raise DataError(
-            f"{name} has no row that is long enough for a block: it has {len(dataset)} rows of at most {longest} "
-            f"tokens, but a block requires context_length ({options.context_length}) tokens, or the prompt, followed "
-            f"by the end token or generate_max_len ({options.generate_max_len}) tokens. Use longer documents or reduce "
-            "these options"
+            f"{name} has no row that is long enough for a block: the longest has {longest} tokens, but a block needs "
+            f"context_length ({options.context_length}) and generate_max_len ({options.generate_max_len}) tokens"
         )
     if len(usable) == len(dataset):
         return dataset

@@ -140,18 +140,14 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.num_generations_eval == 1:
-            yield (
-                "num_generations_eval: 1 is not supported by EBFT, whose held-out metrics compare the completions of a "
-                "prompt with each other. Set at least 2, or leave it out to use num_generations."
-            )
+            yield "num_generations_eval: 1 is not supported by EBFT, which compares completions. Set at least 2."
         yield from rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python)
         scales = self.scale_rewards not in ("none", False)
         is_independent = self.advantage_estimator == "rloo" and self.rloo_baseline == "independent"
         if scales and is_independent and self.num_generations == 2 and self.diversity_coef != 0:
             yield (
                 "scale_rewards is not supported with advantage_estimator: rloo, rloo_baseline: independent and "
-                "num_generations: 2: the standard deviation of two similar samples is near 0, but their advantages "
-                "contain their similarity. Set num_generations to 3 or more, or scale_rewards: none."
+                "num_generations: 2, whose deviation is near 0. Set num_generations: 3 or more, or scale_rewards: none."
             )
 
 
@@ -207,9 +203,8 @@ def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool)
     prompts = args.generation_batch_size // args.num_generations
     if name == "train_dataset" and len(dataset) < prompts:
         yield (
-            f"{len(dataset)} prompts are fewer than the {prompts} of one generation batch (generation_batch_size "
-            f"{args.generation_batch_size}, by default the completions of one optimizer step, in groups of "
-            f"num_generations {args.num_generations}). Add rows, or reduce the batch size."
+            f"{len(dataset)} prompts are fewer than the {prompts} of one generation batch: generation_batch_size "
+            f"{args.generation_batch_size} by num_generations {args.num_generations}. Reduce the batch size."
         )
 
 

@@ -26,7 +26,7 @@ from ebft.structured.config import STOPS
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts import local, server, turns
 from ebft.structured.rollouts.turns import Backend, Completion, Rollout
-from ebft.structured.trl import COMPLETIONS, LOGPROBS
+from ebft.structured.trl import COMPLETIONS, IDS, LOGPROBS, PROMPTS, SAMPLED
 
 Row = dict[str, Any]
 Batch = list[Row]
@@ -130,9 +130,8 @@ class Generation:
         given = {name for row in rows for name in (TOOLS, ROW_KWARGS) if row.get(name)}
         if given and not self.samples_conversations and self._agents is None:
             raise ConfigError(
-                f"the rows have {' and '.join(sorted(given))}, but with vllm_mode: colocate, tools, "
-                "environment_factory and rollout_func, TRL renders the prompts without them. Remove the columns, or "
-                "use vllm_mode: managed or server."
+                f"the rows have {' and '.join(sorted(given))}, without which TRL renders prompts here. Remove these "
+                "columns, or use vllm_mode: managed or server."
             )
         self.rows = rows
         self.sampled_from, self._sampling_s = (None, self._trainer.state.global_step), 0.0
@@ -187,10 +186,7 @@ class Generation:
         """See `RolloutGRPOTrainer.sample`."""
         trainer = self._trainer
         if self.server is None and (trainer.use_vllm or is_sharded(trainer.model)):
-            raise ConfigError(
-                "trainer.sample is not supported with vllm_mode: colocate, nor with FSDP2 and ZeRO-3, whose processes "
-                "must sample equally many turns. Use vllm_mode: managed."
-            )
+            raise ConfigError("trainer.sample needs vllm_mode: managed with a colocated vLLM, with FSDP2 and ZeRO-3.")
         self._evaluate_current_weights()
         limits = self._limits()
         longest = limits.max_completion_length if max_tokens is None else max_tokens
@@ -227,7 +223,13 @@ class Generation:
             trainer.log_mean(mode, "rollouts/staleness", trainer.state.global_step - self.sampled_from[1])
         tokenizer = trainer.text_tokenizer
         if self.is_interactive:  # TRL has made the messages
-            self.rollouts = rollouts_of(*fields[:COMPLETIONS], fields[LOGPROBS])
+            self.rollouts = []
+            for index, (prompt, ids) in enumerate(zip(fields[PROMPTS], fields[IDS], strict=True)):
+                sampled = [1] * len(ids) if fields[SAMPLED] is None else fields[SAMPLED][index]
+                runs = groupby(zip(sampled, ids), key=lambda pair: pair[0])  # adjacent sampled tokens are one reply
+                replies = [[token for _, token in run] for is_sampled, run in runs if is_sampled]
+                logps = None if fields[LOGPROBS] is None else fields[LOGPROBS][index]
+                self.rollouts.append(Rollout(prompt, ids, sampled, logps, replies))
         elif any(len(rollout.replies) > 1 for rollout in self.rollouts):
             texts = lambda rollout: tokenizer.batch_decode(rollout.replies, skip_special_tokens=True)
             fields[COMPLETIONS] = [
@@ -265,9 +267,8 @@ class Generation:
         positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
         if positions is not None and length > positions and conversation.turns[0].reference_ids:
             raise DataError(
-                f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
-                f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
-                f"max_position_embeddings ({positions}): {row['prompt']!r:.120}"
+                f"a prompt and its reference, {length} tokens, exceed max_position_embeddings ({positions}): "
+                f"{row['prompt']!r:.120}"
             )
         return conversation
 
@@ -279,25 +280,6 @@ class Generation:
         lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
         longest = min((length for length in lengths if length is not None), default=None)
         return turns.Limits(self.max_completion_length, longest)
-
-
-def rollouts_of(
-    prompt_ids: list[list[int]],
-    completion_ids: list[list[int]],
-    sampled: list[list[int]] | None,
-    logps: list[list[float]] | None,
-) -> list[Rollout]:
-    """Return the result of TRL's generation as rollouts; `sampled` is 1 for sampled tokens, None if all are.
-
-    Adjacent sampled tokens are one reply.
-    """
-    rollouts = []
-    for index, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-        mask = [1] * len(ids) if sampled is None else sampled[index]
-        runs = [(key, [token for _, token in run]) for key, run in groupby(zip(mask, ids), key=lambda pair: pair[0])]
-        replies = [tokens for key, tokens in runs if key]
-        rollouts.append(Rollout(prompt, ids, mask, None if logps is None else logps[index], replies))
-    return rollouts
 
 
 class Prefetcher:

@@ -129,9 +129,8 @@ class PromptReuse:
         per_process = args.per_device_train_batch_size * args.steps_per_generation
         if per_process % n and (args.replay_buffer_size or args.reroll_start_fraction < 1):
             raise ConfigError(
-                f"replay_buffer_size and reroll_start_fraction replace groups of num_generations ({n}) completions, "
-                f"but each process generates {per_process} at once. Make per_device_train_batch_size times "
-                "steps_per_generation a multiple of num_generations, or remove these options."
+                "replay_buffer_size, reroll_start_fraction: per_device_train_batch_size times steps_per_generation "
+                f"({per_process}) must be a multiple of num_generations ({n})."
             )
         self._buffer = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
         self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from ebft import catalog, errors, files, machine, scores
 from ebft import transformers_internals as internals
 from ebft.config.options import RewardOptions, RewardOptionTypes
-from ebft.config.rules import options_from, resolve_single_completion
+from ebft.config.rules import options_from
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
@@ -70,7 +70,9 @@ class FeatureMatchingReward:
         model = pretrained.load(model)
         pretrained.check_adapter(model)
         self.options: RewardOptions = options_from(RewardOptions, dict(options))
-        resolve_single_completion(self.options, num_generations)
+        if num_generations == 1 and self.options.use_whitening:
+            self.options.use_whitening = False
+            errors.warn("num_generations: 1 has no other completion to whiten with: use_whitening is set to false.")
         self.num_generations = num_generations
         self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)
         self.end_ids: set[int] = end_token_ids(model, {*self.renderer.template.end_ids, *stop_token_ids})
@@ -118,10 +120,7 @@ class FeatureMatchingReward:
         values = torch.cat([torch.stack([*metrics.values()]), self.last.rewards.flatten()]).tolist()  # one wait for all
         rewards = values[len(metrics) :]
         if not all(map(math.isfinite, rewards)):
-            raise errors.NonFiniteLossError(
-                "The feature-matching reward is not finite: the feature network returned NaN or infinity for these "
-                "sequences. Load the model in bfloat16 or float32 instead of float16, and check its weights."
-            )
+            raise errors.NonFiniteLossError("The feature-matching reward is not finite: load its model in float32.")
         if log_metric is not None:
             for name, value in zip(metrics, values):
                 log_metric(name, value)
@@ -165,9 +164,7 @@ class FeatureMatchingReward:
             group = slice(start, start + n)
             if any(row != rows[start] for row in rows[group]):
                 raise ValueError(
-                    f"completions {start} to {start + n - 1} have different prompts or references, but completions "
-                    f"must be ordered by group, with {n} (num_generations of this reward) per row. Set num_generations "
-                    "of this reward, num_generations of the trainer and num_generations_eval to the same value"
+                    f"completions {start} to {start + n - 1} have different prompts or references (num_generations)"
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():

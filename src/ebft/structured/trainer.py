@@ -148,9 +148,8 @@ class EBFTTrainer(grpo.RolloutGRPOTrainer):
     def _labelled(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         if not self.generation.samples_conversations and conversation.generation_prompt_ids != conversation.prompt_ids:
             raise errors.DataError(
-                "the generation prompt of the chat template opens a block that the rendered reference does not have, "
-                "and with vllm_mode: colocate, tools, environment_factory and rollout_func, completions follow it. Set "
-                "chat_template_kwargs so that both agree (such as enable_thinking: false), or use another chat_template"
+                "the generation prompt of the chat template opens a block that the reference lacks. Set vllm_mode: "
+                "managed, or chat_template_kwargs such that both agree (such as enable_thinking: false)"
             )
         return labelled_reference(conversation, mask_thinking=self.args.mask_thinking_ce)
 

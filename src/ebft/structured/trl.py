@@ -29,7 +29,7 @@ from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
 from ebft.transformers_internals import send_as_in_checkpoint
 
-IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
+PROMPTS, IDS, SAMPLED, COMPLETIONS, LOGPROBS = range(5)  # indices in the result of TRL's `_generate`
 ROW = "row"  # key of each row's index in the generation batch
 _OVER_TOKENS = ("kl", "entropy", "clip_ratio/", "cispo_clip_ratio", "vespo/")  # beginnings of names
 _REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model
@@ -297,9 +297,7 @@ class OverTRL(trainer.OverTrainer, GRPOTrainer):
             return
         if self._has_sharded_reference:
             raise errors.ConfigError(
-                f"Training cannot be resumed from {folder} with trl.sync_ref_model and sharded weights: the reference "
-                "model of this step, which differs from the base model, is not saved. Set trl.sync_ref_model: false, "
-                "or start a new run in another output_dir."
+                f"Training cannot be resumed from {folder}: trl.sync_ref_model saves no sharded reference model."
             )
         load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / _REFERENCE))
 

@@ -130,15 +130,6 @@ def set_log_level() -> None:
         os.environ.setdefault(DEBUG, "1")
 
 
-def show_progress_bars_in_terminals_only() -> None:
-    """Turn off the progress bars of all libraries if stderr is a file or a pipe, where each update would be a line.
-    Must be called before tqdm, datasets and transformers are imported, which read these variables then. Processes that
-    this one starts inherit them."""
-    if not sys.stderr.isatty():
-        for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
-            os.environ.setdefault(name, "1")
-
-
 def _say(*parts: str | tuple[str, str]) -> None:
     between_bars: AbstractContextManager = nullcontext()
     if "tqdm" in sys.modules:  # unfinished progress bars are cleared, and drawn again below

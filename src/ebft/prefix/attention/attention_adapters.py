@@ -39,10 +39,7 @@ def check_adapted(causal_lm: PreTrainedModel) -> None:
     if not any(type(module).__name__ in FAMILIES for module in causal_lm.modules()):
         raise ModelError(f"{name} does not support the attention interface of transformers. {HINT}")
     if name == "FalconForCausalLM" and causal_lm.config.alibi:
-        raise ModelError(
-            f"{name} with alibi: true is not supported, because transformers adds the bias twice with eager attention, "
-            f"so there is no plain model to compare with. {HINT}"
-        )
+        raise ModelError(f"{name} with alibi: true is not supported: eager attention adds it twice. {HINT}")
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | Any:

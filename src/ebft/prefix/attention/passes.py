@@ -229,10 +229,7 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     """
     run = pass_in({**kwargs, "attention_mask": attention_mask})
     if run is None:
-        raise ModelError(
-            f"{type(module).__name__} does not forward keyword arguments to its attention function, which strided EBFT "
-            f"requires to share a document prefix between rollouts. {HINT}"
-        )
+        raise ModelError(f"{type(module).__name__} passes no keyword arguments to its attention function. {HINT}")
     _check_supported(module, attention_mask, kwargs)
     call = run.number(module)
     scores = AttentionScores(

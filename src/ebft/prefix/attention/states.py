@@ -74,10 +74,7 @@ def along_documents(layer: Layer, hidden: Tensor, spans: Spans, anchors: list[li
         for first, last in pairwise([0, *stops]):
             part = hidden[:, start + first : start + last]
             if torch.is_grad_enabled() and part.shape[1] == 1 and first:
-                raise ModelError(
-                    "blocks at adjacent tokens (ebft.stride: 1) are not supported for models with running states, "
-                    "whose functions for single tokens have no gradient. Set a higher stride"
-                )
+                raise ModelError("ebft.stride: 1 is not supported for models with running states. Set a higher stride")
             outputs.append(layer(part, states))
             found.append(States(states.kept))
         rest = hidden[:, start + max(stops, default=0) : end]

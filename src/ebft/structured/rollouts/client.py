@@ -111,10 +111,7 @@ class VLLMClient:
                 completions.append(Completion(ids, logps))
             if len(completions) == body["n"] and all(completion.ids for completion in completions):
                 return completions
-        raise RolloutError(
-            f"The vLLM server at {self.address} returned no tokens in two attempts for a prompt of "
-            f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}). See the server's log."
-        )
+        raise RolloutError(f"The vLLM server at {self.address} returned no tokens in two attempts. See its log.")
 
     async def _list(self, name: str, method: str, path: str, body: dict[str, Any] | None = None) -> list[Any]:
         """Return the list `name` in the JSON response."""

@@ -217,10 +217,7 @@ def check_server(
     who = f"The vLLM server at {client.address} serves {served}, and this run trains {base_model}"
     theirs, ours = client.tokenize(entry["id"], _TEXT), tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     if theirs != ours:
-        raise RolloutError(
-            f"{who}: their tokenizers differ (a test text is encoded to different ids, {len(theirs)} and {len(ours)} "
-            "tokens). Start the server with the config of this run: `ebft vllm-serve CONFIG`."
-        )
+        raise RolloutError(f"{who}: their tokenizers differ. Start the server by `ebft vllm-serve CONFIG`.")
     if not compare_weights:
         return entry, None
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
@@ -237,9 +234,8 @@ def check_server(
     if difference <= limit:
         return entry, difference
     raise RolloutError(
-        f"{who}: they are different models, or the server reports log-probabilities at another temperature. For "
-        f"{_TOKENS} sampled tokens, they differ by {difference:.2f} nats on average (tolerance {limit}). Start it "
-        "with the config of this run: `ebft vllm-serve CONFIG` sets --logprobs-mode processed_logprobs."
+        f"{who}: log-probabilities of {_TOKENS} tokens differ by {difference:.2f} nats on average (tolerance {limit}): "
+        "it is another model or temperature. Start it with the config of this run: `ebft vllm-serve CONFIG`."
     )
 
 
@@ -301,9 +297,8 @@ class SamplingCheck:
         )
         if found.mean > self.stop:
             raise RolloutError(
-                f"{what} The limit is {self.stop:.3g} (vllm_logp_diff_stop). The server may have corrupted weights or "
-                "sample at another temperature. Restart it with the config of this run (`ebft vllm-serve CONFIG`) and "
-                "resume from the last checkpoint."
+                f"{what} The limit is {self.stop:.3g} (vllm_logp_diff_stop). Restart it with the config of this run "
+                "(`ebft vllm-serve CONFIG`) and resume from the last checkpoint."
             )
         if not self._has_warned:
             self._has_warned = True
@@ -318,8 +313,6 @@ class SamplingCheck:
             return
         sampled = " or ".join(name for name, other in others.items() if other.mean <= best + _ROUNDING)
         raise RolloutError(
-            f"Step {step}: {self._server} should have sampled this batch from {version}, but it sampled from "
-            f"{sampled}: the log-probabilities it reports differ by {found.mean:.3g} nats on average from the "
-            f"former and by {best:.3g} from the latter. The server ignored the update or serves a stale copy "
-            "of the weights. Restart it, and resume from the last checkpoint."
+            f"Step {step}: {self._server} sampled from {sampled}, not from {version}: log-probabilities differ by "
+            f"{best:.3g} from the former and by {found.mean:.3g} from the latter. Restart it, and resume training."
         )

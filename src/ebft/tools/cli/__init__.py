@@ -1,6 +1,7 @@
 """The command `ebft`. Heavy imports are deferred until a command needs them."""
 
 import faulthandler
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,7 +73,9 @@ def main() -> None:
     with suppress(OSError, ValueError):  # not a file
         faulthandler.enable()  # a crash in C prints the lines of Python that led to it, also in forked processes
     watch_parent()
-    console.show_progress_bars_in_terminals_only()
+    if not sys.stderr.isatty():  # in a file or a pipe, each update would be a line; libraries read these on import
+        for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     console.show_warnings()
     try:
         try:

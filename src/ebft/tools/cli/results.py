@@ -250,9 +250,8 @@ def inference(
         say(f"Reward settings: {loaded.reward_settings}", err=True)
         if loaded.reward.get("use_whitening") and 1 < samples < FEWEST_WHITENED:
             say(
-                f"Note: rewards with use_whitening are relative to the {samples} samples that they are whitened with. "
-                f"With fewer than {FEWEST_WHITENED}, they only tell which sample is closer to the reference. Increase "
-                "--samples, best to n_samples_per_prompt of the run.",
+                f"Note: with use_whitening and fewer than {FEWEST_WHITENED} samples, rewards only tell which sample is "
+                "closer to the reference. Increase --samples, best to n_samples_per_prompt of the run.",
                 err=True,
             )
     session = Session(sampler, chats, base, compare, scorer, reference)

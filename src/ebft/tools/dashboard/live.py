@@ -91,16 +91,6 @@ class Metrics:
         return max(0.0, (times[-1][0] - times[0][0]) / (times[-1][1] - times[0][1]))
 
 
-def evaluation_changes(metrics: Metrics) -> list[tuple[str, float, float]]:
-    """Name, first and last value of each held-out metric with two values or more that compares models."""
-    found = []
-    for name, series in metrics.series.items():
-        left_out = name.endswith(("_runtime", "_per_second")) or name.removeprefix("eval_") in NOT_COMPARABLE
-        if name.startswith("eval_") and not left_out and len(series.values) > 1:
-            found.append((name, metrics.first[name], metrics.latest[name]))
-    return found
-
-
 Range = tuple[float | None, float | None]  # None: no bound
 
 
@@ -151,11 +141,14 @@ _CURVES: tuple[tuple[str, dict[str, str], str], ...] = (
 
 def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
     """The curves for the metrics that the run has; parts of a total reward share a plot."""
-    found = []
+    found, ebft = [], config.get("ebft") or {}
+    # Usual ranges of values, by method and reward; values outside can be right for a run.
+    healthy = find_method(config.get("rl"), ebft.get("mode", "structured")).healthy
     for title, labels, wanted in _CURVES:
         series = {label or title: metrics.series[name] for name, label in labels.items() if name in metrics.series}
         if series:
-            found.append(Curve(title, series, wanted, healthy_range(title, config)))
+            usual = healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, healthy.get(title))
+            found.append(Curve(title, series, wanted, usual))
             if title == "learning_rate":  # which may be as small
                 found[-1].rounding = 0.0
     of_functions = [name for name in metrics.series if name.startswith("rewards/") and name.endswith("/mean")]
@@ -164,13 +157,6 @@ def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
         position = next((index + 1 for index, curve in enumerate(found) if curve.title == "total reward"), 0)
         found.insert(position, Curve("rewards", parts, "^"))
     return found
-
-
-def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
-    """The usual range of values of a curve, by method and reward; values outside can be right for a run."""
-    ebft = config.get("ebft") or {}
-    healthy = find_method(config.get("rl"), ebft.get("mode", "structured")).healthy
-    return healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, healthy.get(title))
 
 
 def range_text(healthy: Range) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
@@ -13,11 +14,11 @@ from jinja2.filters import do_mark_safe
 
 from ebft.files import write_text
 from ebft.health.outcome import Outcome
-from ebft.printed import duration
+from ebft.printed import duration, printable
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
-from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
+from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, local_time, range_text
 from ebft.tools.dashboard.panels import axes, band, columns_of, number, outside_text
-from ebft.tools.dashboard.rollouts import PROMPT_CHARACTERS, Sample, first_and_last, heading, html_text, is_number
+from ebft.tools.dashboard.rollouts import PROMPT_CHARACTERS, Sample, first_and_last, heading, is_number
 
 _SAMPLES = 4  # before and after
 _COMPLETION_CHARACTERS = 2000
@@ -50,11 +51,12 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     before, after = first_and_last(folder, _SAMPLES)
     outcome = live.outcome()
     judged = {change.name for change in outcome.held_out} if outcome else set()
-    others = [
-        (name.removeprefix("eval_"), (f"{first:.4g}", f"{last:.4g}", f"{last - first:+.4g}"))
-        for name, first, last in evaluation_changes(live.metrics)
-        if name not in judged
-    ]
+    others = []
+    for name in [name for name in live.metrics.series if name.startswith("eval_") and name not in judged]:
+        plain, first, last = name.removeprefix("eval_"), live.metrics.first[name], live.metrics.latest[name]
+        left_out = name.endswith(("_runtime", "_per_second")) or plain in NOT_COMPARABLE
+        if not left_out and len(live.metrics.series[name].values) > 1:
+            others.append((plain, (f"{first:.4g}", f"{last:.4g}", f"{last - first:+.4g}")))
     compared = read_object(evaluation or folder / EVALUATION) or {}
     start = read_object(folder / START) or {}
     later = None  # a run that did not begin to train
@@ -65,7 +67,8 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     environment = {"host": live.run.get("host"), "started": local_time(live.run.get("started"))}
     environment |= {"output_dir": live.run.get("output_dir"), "peak memory": peak and f"{peak:.2f} GiB"}
     # Values are escaped, with control characters as visible symbols, and None is empty.
-    shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(html_text(value))
+    text_of = lambda value: printable("" if value is None else str(value))
+    shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(escape(text_of(value)))
     options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     text = files("ebft.tools.dashboard").joinpath("report.jinja").read_text(encoding="utf-8")
     template = Environment(finalize=shown, **options).from_string(text)

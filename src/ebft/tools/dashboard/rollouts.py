@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from html import escape
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -172,11 +171,6 @@ def is_number(value: Any) -> bool:
 
 PROMPT_CHARACTERS = 400  # at most, of the end of a prompt
 _LABELS = {"prompt": "dim", "reference": "green", "completion": "cyan"}
-
-
-def html_text(value: object) -> str:
-    """Any value as text in HTML, escaped, with control characters as visible symbols; empty for None."""
-    return escape(printable("" if value is None else str(value)))
 
 
 def value_text(name: str, value: float | None) -> str:

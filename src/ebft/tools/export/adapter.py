@@ -24,8 +24,8 @@ from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
-from ebft.models import adapter_targets, load, pretrained, weight_files
-from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
+from ebft.models import adapter_targets, load, pretrained
+from ebft.models.adapter import UNMATCHED_RANK, not_whole, saved_layers, saved_rows
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
@@ -66,21 +66,14 @@ def read_lora_config(folder: Path) -> LoraConfig:
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith((*pretrained.REWRITE_BASE, "mica")):
         raise ModelError(
-            f"{folder} was initialised with init_lora_weights={initial!r}, which modified the base weights. Convert it "
-            "with PEFT first: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"{folder} modified the base weights (init_lora_weights={initial!r}). Convert it with PEFT: "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
     # PEFT moves or adds such options between releases; an absent one is not set.
     used = [name for name in _NOT_MERGED if getattr(config, name, None)]
     if used:
         raise ModelError(f"{folder} uses {', '.join(used)}, which cannot be merged into the weights of the base model.")
     return config
-
-
-def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
-    """The adapter's weights. Raises ModelError if they are damaged, or the file contains more than tensors."""
-    path = weight_files.adapter_file(folder)
-    with weight_files.WeightFiles([path]) as file:
-        return {name: file.read(name) for name in check_tensors(path)}
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -123,8 +116,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
         unknown = set_peft_model_state_dict(model, weights).unexpected_keys
     if unknown:
         raise ModelError(
-            f"{len(unknown)} weights of the adapter belong to no part of the base model: {some_of(unknown, 3)}. Merge "
-            "it into the model that it was trained on (--base-model)."
+            f"{len(unknown)} weights of the adapter are not in this base model (--base-model): {some_of(unknown, 3)}."
         )
     adapter = Adapter(model, vocab_size, owners, base_ties=ties, ties=dict(ties))
     for name, (module, attribute) in owners.items():

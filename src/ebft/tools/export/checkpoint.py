@@ -73,10 +73,7 @@ def read_checkpoint(folder: Path, kind: type[WeightFiles] = WeightFiles) -> Weig
 def base_folder(name: str, revision: str | None = None) -> Path:
     """The folder of the model `name` (a folder, a fetched model or a Hub id)."""
     if is_gguf(name):
-        raise ModelError(
-            f"{name} is a GGUF file, but weights are merged in safetensors format. Convert it once with "
-            f"`ebft fetch {name} --output DIR`, and merge with --base-model DIR."
-        )
+        raise ModelError(f"{name} is a GGUF file. Use --base-model DIR after: ebft fetch {name} --output DIR")
     if locate(name, "model", "base_model") is not None:
         return Path(lasting_name(name))
     with doing(f"downloading base_model: {name}"):

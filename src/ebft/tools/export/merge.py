@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -23,16 +23,15 @@ from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import MODEL_WEIGHTS, RUN_FILE, file_hash, write_text
+from ebft.models.adapter import check_tensors
 from ebft.models.load import as_trained, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, find_base_model, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
+from ebft.run.config.schema import RunConfig
 from ebft.run_files import RECORDS, keys_of_base, read_object
 from ebft.tools.export import adapter as adapters
 from ebft.tools.export import checkpoint as checkpoints
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
-
-if TYPE_CHECKING:
-    from ebft.run.config.schema import RunConfig
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -81,7 +80,9 @@ def merge_adapter(
     interrupted, a second call continues it. `on_shard` is called with the number of finished shards and of all shards.
     Raises ModelError if the adapter or the base model cannot be merged.
     """
-    config, weights = adapters.read_lora_config(source.adapter), adapters.read_adapter_weights(source.adapter)
+    config, path = adapters.read_lora_config(source.adapter), adapter_file(source.adapter)
+    with WeightFiles([path]) as file:
+        weights = {name: file.read(name) for name in check_tensors(path)}
     base = checkpoints.base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
     checkpoint = checkpoints.read_checkpoint(base, checkpoints.DequantisedFiles)
@@ -133,10 +134,7 @@ def _base_config(base: Path, source: MergeSource) -> Any:
     quantised = getattr(found, "quantization_config", None)  # absent in most models
     method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
     if method not in (None, "mxfp4"):
-        raise ModelError(
-            f"The weights in {base} are stored quantised ({method}), so an adapter cannot be added to them. Use the "
-            "original model, which they were quantised from (--base-model)."
-        )
+        raise ModelError(f"The weights in {base} are quantised ({method}). Give the original model (--base-model).")
     if method is not None:
         del found.quantization_config
     return found
@@ -265,8 +263,7 @@ class Merge:
         part.outputs = self._reverted(part, values)
         if part.outputs.keys() != {*own, *part.copies}:
             raise ModelError(
-                f"transformers converts {', '.join(own)} when it loads the model, and back to {', '.join(part.outputs)}"
-                ", so these weights cannot be merged one shard at a time. Merge with PEFT's merge_and_unload."
+                f"transformers converts {', '.join(own)} and not back to them. Merge with PEFT's merge_and_unload."
             )
 
     def _is_changed(self, part: WeightPart) -> bool:
@@ -287,8 +284,7 @@ class Merge:
         for name in [*sum(changed, []), *self._adapter.replaced]:
             if name not in part_of and name not in self._adapter.ties:
                 raise ModelError(
-                    f"The base model's checkpoint has no weight for {name}, which the adapter changes, so it is not "
-                    "the model that the adapter was trained on. Give that model (--base-model)."
+                    f"The base model has no weight for {name}, which the adapter changes. Give its own (--base-model)."
                 )
         for first, *others in changed:
             kept = part_of[first]
@@ -324,10 +320,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
     """
     config = adapters.read_lora_config(folder)
     if _was_quantised(folder):
-        raise ModelError(
-            f"The adapter in {folder} was trained on quantised weights. Give the config of the run "
-            "instead of the folder, since the settings of the quantisation are in the config."
-        )
+        raise ModelError(f"The adapter in {folder} was trained on quantised weights. Give the config of its run.")
     run = keys_of_base(folder)
     revision = None if base else config.revision or run.get("revision_of_model")
     with doing(f"reading the name of the base model in {folder / CONFIG} (or --base-model)"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
@@ -15,17 +15,15 @@ from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import ModelError, doing
 from ebft.files import json_object, read_text
+from ebft.methods.base_config import QuantizationSection
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
 from ebft.models.weights import quantised_layers, torchao_settings
+from ebft.run.config.schema import RunConfig
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
 from ebft.tools.evaluation.task import load_held_out
 from ebft.tools.export.checkpoint import check_empty, new_folder, read_checkpoint
-
-if TYPE_CHECKING:
-    from ebft.methods.base_config import QuantizationSection
-    from ebft.run.config.schema import RunConfig
 
 WINDOW = 512  # tokens of a text that are scored with their own context
 
@@ -140,14 +138,9 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
 
 def _check_source(folder: Path) -> None:
     if (folder / ADAPTER_FILE).is_file():
-        raise ModelError(
-            f"{folder} contains an adapter. Merge it first (ebft merge-lora {folder}), then quantise "
-            f"the merged model: ebft quantize {folder / 'merged'} --output DIR"
-        )
+        raise ModelError(f"{folder} contains an adapter. Merge it first: ebft merge-lora {folder}")
     with doing(f"reading {folder / 'config.json'}"):
         quantised = json_object(folder / "config.json").get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ModelError(
-            f"The model in {folder} is already quantised ({method}). Quantise the model that it was made from instead."
-        )
+        raise ModelError(f"The model in {folder} is already quantised ({method}). Quantise the original model.")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -25,13 +25,9 @@ from ebft.models.load import as_trained, load_base_model
 from ebft.models.pretrained import load_tokenizer
 from ebft.models.weight_files import pickles, refuse_parts
 from ebft.run.checkpoints import checkpoint_hint
+from ebft.run.config.schema import RunConfig
 from ebft.run_files import keys_of_base, read_object, run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
-
-if TYPE_CHECKING:
-    from ebft.run.config.schema import RunConfig
-
-OPTION = "--base-model"
 
 
 @dataclass
@@ -119,7 +115,7 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
 
     def load_base() -> PreTrainedModel:
         if base is None:
-            raise ModelError(f"{name} does not name the model that it was trained from. Give it with {OPTION}.")
+            raise ModelError(f"{name} does not name the model that it was trained from. Give it with --base-model.")
         return load_base_model(ModelSettings(base_model=base, **of_base), tokenizer)
 
     return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_of_run(folder))

@@ -111,10 +111,7 @@ class _RefusesNaN(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.isnan().any():
-            raise ModelError(
-                f"{self._name} computes NaN, as after training that diverged. Use an earlier checkpoint, or train "
-                "again with a lower learning_rate."
-            )
+            raise ModelError(f"{self._name} computes NaN. Use an earlier checkpoint, or a lower learning_rate.")
         return scores
 
 
@@ -152,9 +149,7 @@ class Scorer:
         row = self.reward.renderer.of_row({"prompt": prompt, "ground_truth": reference})
         length, positions = len(row.prompt_ids) + len(row.reference_ids), self._sampler.positions
         if positions is not None and length > positions:
-            raise DataError(
-                f"The prompt and the reference have {length} tokens, but the model has {positions} positions."
-            )
+            raise DataError(f"Prompt and reference have {length} tokens, but the model has {positions} positions.")
         ids = self._sampler.reply_ids(prompt, base, n)
         rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)
         match = self.reward.last

@@ -71,10 +71,7 @@ def draft(
     found.notes += filter(None, (note, missing))
     if any(shape.has_chats for shape in shapes) and tokenizer is not None and template is None:
         if any(shape.has_tools for shape in shapes) and "chat_template" not in given:
-            raise ModelError(
-                f"{model} has no chat template, and no named one formats the tools of these chats. Use a model "
-                "whose template has one, such as an instruct model, or the file of its template: chat_template=FILE."
-            )
+            raise ModelError(f"{model} has no chat template for the tools of these chats. Set chat_template=FILE.")
         found.set("chat_template", "chatml", "the tokenizer has no chat template")
         end = "<|im_end|>"
         if end in tokenizer.get_vocab() and tokenizer.eos_token != end:

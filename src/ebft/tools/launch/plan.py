@@ -89,20 +89,14 @@ def _problems(options: LaunchOptions, processes: int) -> Iterator[str]:
         needed = f"--machine-rank, 0 to {machines - 1}, another one on each machine, and --main-process-ip"
         yield f"--num-machines {machines} requires {needed}, the address of the machine with rank 0."
     if is_launched() and given:
-        yield (
-            "This process was started by a launcher (LOCAL_RANK or WORLD_SIZE is set), so the options of a launch "
-            "cannot be used here. Give them to that launcher, or unset these variables."
-        )
+        yield "A launcher started this process (LOCAL_RANK or WORLD_SIZE is set): give it the options of a launch."
     elif options.launcher == PYTHON and given[2:] not in ([], ["--num-processes", "1"]):
         yield "--launcher python trains in one process, so the other options of a launch have no effect. Remove them."
     names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in options.passed_on if word[:1] == "-"}
     if ours := sorted(names & _OURS):
         yield f"--{ours[0]} after --: ebft train sets it. Use its own option before --, or the key of the config."
     if processes % machines:
-        yield (
-            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
-            f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
-        )
+        yield f"--num-processes {processes}, on all machines together, must be a multiple of --num-machines {machines}."
 
 
 def visible_gpus() -> int:
@@ -116,10 +110,7 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
     """The plan of a run with use_ray: true."""
     refused = "This process was started by a launcher" if is_launched() else next(iter(options.words()), "")
     if refused:
-        raise ConfigError(
-            f"use_ray: true starts Ray workers itself, so this cannot be used: {refused}. Set ray_num_workers and "
-            "resources_per_worker and run ebft train without a launcher, or set use_ray: false."
-        )
+        raise ConfigError(f"use_ray: true starts Ray workers itself, by ray_num_workers. Remove: {refused}.")
     if find_spec("ray") is None:
         raise MissingPackageError("use_ray requires the package ray: pip install 'ebft[ray]'")
     workers, resources = config.ray_num_workers, config.resources_per_worker

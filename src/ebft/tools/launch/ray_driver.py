@@ -106,8 +106,7 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
         return resources
     if not uses_cluster():
         raise ConfigError(
-            f"resources_per_worker: {config.ray_num_workers} workers need {needed}. Reduce ray_num_workers or "
-            "resources_per_worker, or set RAY_ADDRESS to a cluster."
+            f"resources_per_worker: {config.ray_num_workers} workers need {needed}. Reduce it, or ray_num_workers."
         )
     say(f"The cluster has too few resources so far, and training waits for them: {needed}.", err=True)
     return resources
@@ -172,11 +171,8 @@ def _raise(error: BaseException, control: Any) -> None:
     killed = sorted(set(error.worker_failures) - failed) if isinstance(error, WorkerGroupError) else []
     if killed:  # the errors of the others follow from it
         rank = killed[0]
-        raise LaunchError(
-            f"The Ray worker of rank {rank} was killed, for example because memory ran out: "
-            f"{cause(error.worker_failures[rank])}",
-            status=_KILLED,
-        ) from error
+        why = cause(error.worker_failures[rank])
+        raise LaunchError(f"The Ray worker of rank {rank} was killed (out of memory?): {why}", _KILLED) from error
     if not failures:
         raise LaunchError(f"Ray Train failed: {cause(error)}") from error
     first = failures[0]

@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 
 from ebft.config.user_functions import place_of
 from ebft.errors import EBFTError, LaunchError, doing, told
-from ebft.machine import join_ray
 from ebft.printed import say, traced
 from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
@@ -33,6 +32,8 @@ _SIGNALLED = 128
 
 class StopOnDriver(StopOnSignal):
     """Stops a run on the signals that the command `ebft train` received, and reports its logs to Ray."""
+
+    is_ray_worker = True
 
     def __init__(self, task: WorkerTask) -> None:
         super().__init__(task.command)
@@ -82,7 +83,6 @@ def train_noting_errors(task: WorkerTask) -> RunOutcome:
 
 
 def _trained(task: WorkerTask, rank: int) -> RunOutcome:
-    join_ray()
     with doing("entering the working folder of the command, which all machines of the cluster need (use_ray)"):
         os.chdir(task.folder)
     config = RunConfig.from_dict(task.values)

@@ -85,9 +85,7 @@ def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
                 raise ConfigError(f"{path}: {key}: {problem}.")
         count = math.prod(map(len, grid.values())) if grid else len(entries)
         if count > most:  # before the combinations are made
-            raise ConfigError(
-                f"{path} describes {count:,} runs, more than {most:,}. Remove some, or set --max-runs {count}."
-            )
+            raise ConfigError(f"{path} describes {count:,} runs, more than {most:,}. Set --max-runs {count}.")
         if grid:
             entries = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
         names = Counter(map(_name, entries))

