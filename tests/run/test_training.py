@@ -3,15 +3,18 @@
 import json
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from ebft import load_config, train
+from ebft.data.load import load_token_rows
 from ebft.errors import ConfigError
+from ebft.models.pretrained import load_tokenizer
 from ebft.tools.fetch import convert_file
-from tests.run.conftest import LORA, assert_equal, strided, weights
+from tests.run.conftest import LORA, STRIDED, assert_equal, strided, weights
 from tests.structured.trainers import logged
 
 AUTO = {"auto_resume_from_checkpoints": True}
@@ -157,3 +160,52 @@ def test_a_run_that_spent_its_budget_is_not_trained_on(make, out):
     assert again.trainer.state.global_step == 2 and again.metrics["budget/documents"] == 4
     more = train(strided(make, **keys, budget={"documents": 5}, **AUTO))
     assert more.trainer.state.global_step == 3 and more.metrics["budget/documents"] == 6
+
+
+@pytest.mark.parametrize("keys", [
+    {"use_dynamic_finetuning": True}, {"use_eaft": True, "eaft_k": 5}, {"use_dft": True, "sample_packing": True},
+])  # fmt: skip
+def test_weighted_losses_of_a_run(make, out, keys):
+    losses = []
+    for number, given in enumerate(({}, keys)):
+        history = train(make(**given, logging_steps=1, output_dir=f"{out}{number}")).trainer.state.log_history
+        losses.append(next(entry["loss"] for entry in history if "loss" in entry))
+    assert losses[1] == pytest.approx(losses[0] * (0.002 if "use_eaft" not in keys else 1.6), rel=0.5)
+
+
+def test_some_layers_at_a_time(make, tmp_path):
+    """The layers of a period are trained, with the embeddings; a resumed run ends as an unbroken one."""
+    keys = {"lisa_n_layers": 1, "lisa_step_interval": 2, "max_steps": 6, "save_steps": 1, "save_total_limit": 10}
+    trainer = train(make(**keys, output_dir=tmp_path / "a")).trainer
+    saved = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict() for step in range(1, 7)
+    ]
+    chosen = []
+    for before, after in zip(saved, saved[1:]):
+        moved = {name for name in before if not before[name].equal(after[name])}
+        assert any("embed_tokens" in name for name in moved)
+        chosen.append({name.split(".")[2] for name in moved if ".layers." in name})
+    assert all(len(layers) == 1 for layers in chosen)
+    assert chosen[1] == chosen[2] and chosen[3] == chosen[4] and len(set(map(tuple, chosen))) == 2
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    assert {id(weight) for weight in trainer.optimizer.state} == {id(weight) for weight in trained}
+    resume = {"resume_from_checkpoint": tmp_path / "a" / "checkpoint-3"}
+    again = train(make(**keys, output_dir=tmp_path / "b", **resume)).trainer
+    assert_equal(weights(again.model), weights(trainer.model))
+
+
+@pytest.mark.parametrize("keys", [{}, {"sample_packing": True, "sequence_len": 64}, STRIDED])
+def test_rows_in_their_order(make, keys):
+    type = "ebft_pretrain.transform" if keys is STRIDED else "completion"
+    config = make(type, **keys, curriculum_sampling=True, shuffle_merged_datasets=False, num_epochs=1, max_steps=None)
+    seen = []
+
+    class Spy(TrainerCallback):
+        def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            for batch in train_dataloader:
+                seen.extend(batch["input_ids"][batch["attention_mask"].bool()].tolist())
+
+    with patch("ebft.run.trainer.callbacks_of", lambda config: [Spy()]):
+        train(config)
+    rows = load_token_rows(config, load_tokenizer(config))[0]
+    assert seen == [token for row in rows for token in row["input_ids"]]

@@ -14,6 +14,7 @@ from trl.models.activation_offloading import OffloadActivations
 from ebft.data.documents import DocumentCollator
 from ebft.errors import ModelError
 from ebft.prefix import logps
+from ebft.sft.cross_entropy import weighted_cross_entropy
 from ebft.sft.trainer import SFTTrainer
 
 SHAPE = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -229,3 +230,26 @@ def test_the_loss_of_an_evaluation_includes_the_router_loss(tmp_path):
     metrics, (routed, _) = run.evaluate(), routed_loss(model, list(run.get_eval_dataloader()))
     assert metrics["eval_ce_loss"] == pytest.approx(naive_cross_entropy(model, ROWS).item(), rel=1e-5)
     assert metrics["eval_loss"] - metrics["eval_ce_loss"] == pytest.approx(0.5 * routed.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha": 1.0, "k": 3}, {"alpha": 0.5, "k": 99}])
+def test_weighted_losses(options):
+    """Values and gradients, token by token."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 7, 11, requires_grad=True)
+    labels = torch.randint(11, (3, 7)).masked_fill(torch.rand(3, 7) < 0.4, -100)
+    loss = weighted_cross_entropy({"logits": logits}, labels, 9, **options)
+    total = 0.0
+    for row in range(3):
+        for place in range(6):
+            if (label := labels[row, place + 1]) != -100:
+                p = logits[row, place].softmax(-1)
+                best = p.sort(descending=True).values[: options.get("k", 1)]
+                best = best / best.sum()
+                weight = (-(best * best.log()).sum()) ** options["alpha"] if options else p[label]
+                total = total - weight.detach() * p[label].log()
+    torch.testing.assert_close(loss, total / 9)
+    found, expected = (torch.autograd.grad(each, logits)[0] for each in (loss, total / 9))
+    torch.testing.assert_close(found, expected)
+    mean = weighted_cross_entropy({"logits": logits}, labels, **options)
+    torch.testing.assert_close(mean, total / labels[:, 1:].ne(-100).sum())

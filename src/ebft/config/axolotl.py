@@ -29,8 +29,7 @@ _UNSUPPORTED = {
     "peft_layer_replication": "the adapter would belong to a model with more layers than base_model. Remove it",
     "peft_ensure_weight_tying": "PEFT decides this from the model's config. Remove it",
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
-    "lisa_n_layers lisa_step_interval lisa_layers_attribute spectrum_top_fraction spectrum_model_name": "list the "
-    "parameters in unfrozen_parameters",
+    "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
     "fp8_config": "the only recipe is tensorwise, the default of fp8. Remove it",
     "float32": "set bf16: false, which trains in float32",
     "nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert dsv4_fp8_nonexpert_mode": "weights are "
@@ -44,7 +43,6 @@ _UNSUPPORTED = {
     "sage_attention": "quantised attention differs from the model's own attention. Set attn_implementation: sdpa",
     # Data
     "default_system_message": "set system_prompt of the datasets, or write it into the text of chat_template",
-    "curriculum_sampling": "rows are shuffled. Sort them, and use shuffle_merged_datasets: false",
     "eval_sequence_len": "held-out rows are limited by sequence_len, too. Remove it",
     "role_boundaries": "labels follow the turns of the chat template. Use roles_to_train and train_on_eos",
     "dispatch_batches split_batches accelerator_config": "the method splits batches over processes. Remove it",
@@ -53,7 +51,7 @@ _UNSUPPORTED = {
     # Other losses and other classes of models
     "diffusion": "masked-diffusion models are another class of models: their attention sees both directions, they are "
     "trained to fill in masked tokens, and they need another sampler. Remove it",
-    "use_eaft eaft_alpha eaft_k use_dynamic_finetuning use_dft grokfast_alpha grokfast_lamb kd_trainer kd_ce_alpha "
+    "grokfast_alpha grokfast_lamb kd_trainer kd_ce_alpha "
     "kd_alpha kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url kd_online_topk kd_online_server "
     "kd_online_timeout kd_temperature_min trl.entropy_coef trl.use_adaptive_entropy trl.entropy_target "
     "trl.entropy_coef_delta trl.entropy_coef_min trl.entropy_coef_max": "losses have no such term, and gradients are "
@@ -120,6 +118,7 @@ _ACCEPTED = {
     "neftune_noise_alpha": "noisy_embedding_alpha",
     "rl_beta": "dpo_beta",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "use_dynamic_finetuning": "use_dft",
     "wandb_name": "wandb_run_name trackio_run_name mlflow_run_name swanlab_experiment_name",
 }
 # Key -> its names in other trainers, which are refused.
@@ -228,7 +227,7 @@ _IGNORED = {
     # Processes, memory and logs
     "ddp_bucket_cap_mb ddp_broadcast_buffers": "PyTorch's default is used; models have no buffers that change",
     "lr_quadratic_warmup": "the warmup of transformers' schedules is linear",
-    "eta_min": "it is not a key of axolotl either; set cosine_min_lr_ratio",
+    "eta_min test_value": "it is not a key of axolotl either; eta_min is cosine_min_lr_ratio",
     "fp8_enable_fsdp_float8_all_gather": "FSDP gathers weights in their own dtype",
     "heads_k_stride ring_attn_func": "sequences are not split over processes",
     "fsdp_version": "fsdp is not set",

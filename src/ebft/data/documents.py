@@ -233,9 +233,9 @@ class PackedRows(torch.utils.data.Dataset):
 _MASKS = ("completion_mask", "assistant_masks")  # of TRL
 
 
-def pack_and_report(rows: Any, length: int) -> PackedRows:
+def pack_and_report(rows: Any, length: int, in_order: bool = False) -> PackedRows:
     """`pack_rows`, with a line on the terminal about the result."""
-    packed = pack_rows(rows, length)
+    packed = pack_rows(rows, length, in_order)
     if machine.is_main_process():
         full = sum(packed.lengths) / (len(packed) * length)
         before, after = (f"{count:,} row{'s' * (count != 1)}" for count in (len(rows), len(packed)))
@@ -243,13 +243,20 @@ def pack_and_report(rows: Any, length: int) -> PackedRows:
     return packed
 
 
-def pack_rows(rows: Any, length: int) -> PackedRows:
+def pack_rows(rows: Any, length: int, in_order: bool = False) -> PackedRows:
     """Pack the rows of a dataset (with `input_ids`) by best fit, longest first, into rows of up to `length` tokens.
 
-    A longer row is not packed with others. Packing is deterministic.
+    A longer row is not packed with others. Packing is deterministic. `in_order`: of neighbours only.
     """
     sizes = token_counts(rows)
     packs: list[list[int]] = []
+    if in_order:
+        left = 0
+        for index, size in enumerate(sizes):
+            packs += [[]] if size > left else []
+            left = (length if size > left else left) - size
+            packs[-1].append(index)
+        return PackedRows(rows, packs, [sum(sizes[index] for index in pack) for pack in packs])
     room: dict[int, list[int]] = defaultdict(list)  # packs by their number of free tokens
     free: list[int] = []  # the keys of `room`, ascending
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -229,8 +229,9 @@ class Position:
 class StreamRows(torch.utils.data.IterableDataset):
     """The rows of a stream: `input_ids`, `labels`, `seq_lengths` of the documents in it, and `position` after it.
 
-    `encode` gives the tokens of a document, none for one that is left out. With `apart`, documents do not see each other: the first token of each has
-    no label. Otherwise a row is one text, without `seq_lengths`, and only its first token has none.
+    `encode` gives the tokens of a document, none for one that is left out. With `apart`, documents do not see each
+    other: the first token of each has no label. Otherwise a row is one text, without `seq_lengths`, and only its first
+    token has none.
     """
 
     def __init__(

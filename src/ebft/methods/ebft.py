@@ -99,7 +99,9 @@ class Strided(Method):
     def arrange(self, config: MethodConfig, train: Any) -> Any:
         from ebft.data.documents import pack_and_report
 
-        return pack_and_report(train, config.sequence_len) if config.sample_packing else train
+        if not config.sample_packing:
+            return train
+        return pack_and_report(train, config.sequence_len, in_order=config.curriculum_sampling)
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.data.documents import block_options

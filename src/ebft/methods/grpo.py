@@ -173,7 +173,7 @@ class GRPO(Method):
             kwargs["vllm_max_model_length"] = vllm.max_model_len
             kwargs["vllm_tensor_parallel_size"] = vllm.tensor_parallel_size
         kwargs |= {name: getattr(config.ebft, name) for name in self.own_options()}
-        kwargs["log_rollouts"] = config.log_rollouts
+        kwargs |= {"log_rollouts": config.log_rollouts, "shuffle_dataset": not config.curriculum_sampling}
         kwargs |= whole_groups(config)
         return {name: value for name, value in kwargs.items() if value is not None}
 

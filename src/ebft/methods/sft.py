@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -30,6 +31,18 @@ class SFTKeys(Section):
     """Compute the cross-entropy of SFT from hidden states, in chunks of tokens with labels, so that the logits of all
     tokens are never in memory; values and gradients are the same. If unset, true, except with torch_compile, DeepSpeed
     ZeRO-3, and models whose loss has other terms, such as the loss of a router."""
+    use_dynamic_finetuning: bool = False
+    """Weight the cross-entropy of each token with its probability (DFT, arXiv:2508.05629)."""
+    use_eaft: bool = False
+    """Weight the cross-entropy of each token with the entropy of the eaft_k most likely tokens, to the power of
+    eaft_alpha (entropy-adaptive fine-tuning, EAFT)."""
+    eaft_alpha: float = Field(1.0, ge=0, description="Exponent of the entropy, see use_eaft.")
+    eaft_k: int = Field(20, ge=2, description="Number of tokens of the entropy, see use_eaft.")
+    lisa_n_layers: Annotated[int, Field(ge=1)] | None = None
+    """Train as many decoder layers at a time, drawn anew every lisa_step_interval steps, and all other weights (LISA,
+    arXiv:2403.17919). Optimizer states of the other layers are dropped. Without an adapter, in one process."""
+    lisa_step_interval: int = Field(20, ge=1, description="Steps with the same layers, see lisa_n_layers.")
+    lisa_layers_attribute: str = Field("model.layers", description="Name of the list of layers, see lisa_n_layers.")
     liger_rope: bool = False
     """Use Liger's kernel for rotary embeddings (SFT; GPU, with the package liger-kernel)."""
     liger_rms_norm: bool = Field(False, description="Use Liger's kernel for RMSNorm, see liger_rope.")
@@ -63,16 +76,22 @@ class SFT(Method):
         yield from super().conflicts(config)
         if config.chunked_cross_entropy and config.torch_compile:
             yield "chunked_cross_entropy is incompatible with torch_compile. Remove one."
+        weighted = [key for key in ("use_dynamic_finetuning", "use_eaft") if getattr(config, key)]
+        if len(weighted) + (config.chunked_cross_entropy is True) > 1:
+            yield f"{weighted[0]} has a loss of its own. Remove the other loss, or chunked_cross_entropy."
+        if config.lisa_n_layers and (config.adapter or config.fsdp or config.deepspeed or config.unfrozen_parameters):
+            yield "lisa_n_layers trains all weights on one GPU. Remove it, or adapter, unfrozen_parameters, fsdp, deepspeed."
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         if config.chunked_cross_entropy and zero_stage(config) == 3:
             yield "chunked_cross_entropy is not supported with ZeRO-3. Remove it, or set deepspeed: zero2 or fsdp."
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
+        if config.lisa_n_layers and machine.processes > 1:
+            yield "lisa_n_layers is supported in one process only."
         asked = self._kernels(config)
         if asked and not machine.has_accelerator:
             warnings.warn(f"{', '.join(asked)}: no effect on CPU, where Liger's kernels do not run.", stacklevel=3)
-        yield from ()
 
     def missing_on_gpus(self, config: MethodConfig) -> Iterator[str]:
         asked = self._kernels(config)
@@ -101,7 +120,7 @@ class SFT(Method):
             return train
         from ebft.data.documents import pack_and_report
 
-        return pack_and_report(train, config.sequence_len)
+        return pack_and_report(train, config.sequence_len, in_order=config.curriculum_sampling)
 
     def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
         """A stream has no end, so the run is its only epoch."""
@@ -128,6 +147,11 @@ class SFT(Method):
         packs_held_out = config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing
         if packs_held_out and common["eval_dataset"] is not None:
             common["eval_dataset"] = pack_rows(common["eval_dataset"], config.sequence_len)
+        if config.use_dynamic_finetuning or config.use_eaft:
+            from ebft.sft.cross_entropy import weighted_cross_entropy
+
+            entropy = {"alpha": config.eaft_alpha, "k": config.eaft_k} if config.use_eaft else {}
+            common["compute_loss_func"] = partial(weighted_cross_entropy, **entropy)
         common["chunked_cross_entropy"] = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
         common["activation_offloading"] = config.activation_offloading and not common["args"].use_cpu
         if config.streaming:

@@ -73,7 +73,7 @@ def check_length(causal_lm: PreTrainedModel, length: int) -> None:
     most = most_tokens(causal_lm)
     if most is not None and length > most:
         raise ModelError(
-            f"rollouts share documents of at most {most} tokens with this rope_type or index_topk, not {length} (sequence_len)"
+            f"documents of more than {most} tokens (sequence_len) cannot be shared with this rope_type or index_topk"
         )
 
 

@@ -118,7 +118,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     """Arguments for TrainingArguments; `rows` is the number of training rows, for settings that count per epoch."""
     kwargs = {key: getattr(config, key) for key in _SAME_NAME}
     kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
-    checkpointing = checkpointing_argument()
+    checkpointing, sequential = checkpointing_argument(), "sequential" if config.curriculum_sampling else None
     kwargs |= {
         checkpointing: config.gradient_checkpointing,
         "optim_args": optimizer_arguments(config.optim_args),
@@ -128,7 +128,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
         "deepspeed": deepspeed_settings(config.deepspeed),
         "use_cpu": not machine.has_accelerator,
         "tf32": None if config.tf32 and not machine.supports_tf32 else config.tf32,
-        "train_sampling_strategy": "group_by_length" if config.group_by_length else None,
+        "train_sampling_strategy": "group_by_length" if config.group_by_length else sequential,
         "report_to": trackers(config),
         "ddp_find_unused_parameters": config.ddp_find_unused_parameters if machine.processes > 1 else None,
         "push_to_hub": True if config.hub_model_id else None,

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, evaluating
 from ebft.models.sharding import is_sharded
@@ -64,6 +66,26 @@ def summed_cross_entropy(model: nn.Module, inputs: dict[str, Tensor], targets: T
             return SumInForward.apply(states, targets[scored][:, None], head, *head.trained)
 
     return run_wrapped(model, forward)
+
+
+def weighted_cross_entropy(
+    outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, alpha: float | None = None, k: int = 2
+) -> Tensor:
+    """The mean of weighted cross-entropies, with logits (B, S, V) and labels (B, S), divided by `num_items_in_batch`.
+
+    The weight of a token is its probability, or with `alpha`, the entropy of the softmax of the `k` largest logits to
+    this power. It has no gradient.
+    """
+    learned = labels[:, 1:].ne(IGNORE)
+    logits = outputs["logits"][:, :-1][learned].float()
+    losses = F.cross_entropy(logits, labels[:, 1:][learned], reduction="none")
+    if alpha is None:
+        weights = (-losses.detach()).exp()
+    else:
+        largest = logits.detach().topk(min(k, logits.shape[-1])).values
+        weights = torch.distributions.Categorical(logits=largest).entropy() ** alpha
+    count = learned.sum() if num_items_in_batch is None else num_items_in_batch
+    return (weights * losses).sum() / count
 
 
 @torch.no_grad()

@@ -88,6 +88,8 @@ def _both_set(c: MethodConfig) -> Iterator[str]:
             yield f"{first} and {second} are both set. Keep one."
     if c.chat_template_jinja is not None and c.chat_template not in (None, "jinja"):
         yield "chat_template and chat_template_jinja are both set. Keep one."
+    if c.curriculum_sampling and c.group_by_length:
+        yield "curriculum_sampling and group_by_length are two orders of the rows. Remove one."
     if c.sample_packing and c.group_by_length:
         yield "group_by_length groups rows by length, but sample_packing fills them up to sequence_len. Remove one."
     if c.bf16 is True and c.fp16:
