@@ -39,6 +39,7 @@ def check(trainer, rel=1e-3):
     assert not any(isinstance(getattr(hook, "__self__", None), FlopMeter) for hook in hooks)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_plain(tmp_path, adapted, checkpointing, monkeypatch):

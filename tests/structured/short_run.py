@@ -38,7 +38,11 @@ def held_out(folder, method, batch_size):
     """The metrics of an evaluation of five rows with four completions each, and what NumPy gives for some of them."""
     tokenizer, dataset = conftest.make_chat_tokenizer(), trainers.rows(multi_turn=False)
     length = lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids]
-    options = {"per_device_eval_batch_size": batch_size, "reward_funcs": [remainder, length]}
+    options = {
+        "per_device_eval_batch_size": batch_size,
+        "reward_funcs": [remainder, length],
+        "max_completion_length": 12,
+    }
     options |= {"multi_objective_aggregation": "normalize_then_sum"} if method == "gdpo" else {}
     kind = Trainer if method == "ebft" else GRPOTrainer
     trainer = trainers.make(conftest.chat_model(tokenizer), tokenizer, folder, dataset, kind, **options)
