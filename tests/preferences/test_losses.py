@@ -268,7 +268,6 @@ def write_experts(folder, **settings):
     MixtralForCausalLM(config).save_pretrained(folder / "model")
 
 
-@pytest.mark.first(2)
 @pytest.mark.parametrize("method", TRAINERS)
 def test_the_loss_of_a_mixture_of_experts_has_no_term_for_the_router(method, tmp_path):
     write_inputs(tmp_path)

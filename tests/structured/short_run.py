@@ -38,11 +38,7 @@ def held_out(folder, method, batch_size):
     """The metrics of an evaluation of five rows with four completions each, and what NumPy gives for some of them."""
     tokenizer, dataset = conftest.make_chat_tokenizer(), trainers.rows(multi_turn=False)
     length = lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids]
-    options = {
-        "per_device_eval_batch_size": batch_size,
-        "reward_funcs": [remainder, length],
-        "max_completion_length": 12,
-    }
+    options = {"per_device_eval_batch_size": batch_size, "reward_funcs": [remainder, length]}
     options |= {"multi_objective_aggregation": "normalize_then_sum"} if method == "gdpo" else {}
     kind = Trainer if method == "ebft" else GRPOTrainer
     trainer = trainers.make(conftest.chat_model(tokenizer), tokenizer, folder, dataset, kind, **options)
@@ -50,8 +46,8 @@ def held_out(folder, method, batch_size):
     backend, sampled = FromThePrompt(), []
     for row in dataset.select(range(5)):
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
-        limit = -(-3 * len(row["ground_truth"]) // 2) if method == "ebft" else 12
-        sampled += [completion.ids for completion in backend.generate([ids] * 4, [min(12, limit)] * 4)]
+        limit = -(-3 * len(row["ground_truth"]) // 2) if method == "ebft" else 8
+        sampled += [completion.ids for completion in backend.generate([ids] * 4, [min(8, limit)] * 4)]
     lengths, given = np.array([len(ids) for ids in sampled]), [x for x in remainder(sampled) if x is not None]
     assert len(given) < len(sampled)
     expected = {"rewards/remainder/mean": np.mean(given), "rewards/remainder/std": np.std(given, ddof=1)}

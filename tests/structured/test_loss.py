@@ -144,8 +144,7 @@ def test_thinking_can_be_left_out_of_the_cross_entropy(chat_tokenizer, build):
     assert counts[False] - counts[True] == len("<think>so</think>\n") and counts[True] == len("yes") + 1
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize("name", ["another/revision", ""])
+@pytest.mark.parametrize("name", ["another/revision", pytest.param("", marks=pytest.mark.slow)])
 def test_the_reference_is_a_copy_of_the_model(chat_tokenizer, build, name):
     """Whatever the name in its configuration leads to."""
     policy = chat_model(chat_tokenizer)
