@@ -43,7 +43,10 @@ MODEL = smollm2
 quickstart: $(STAMP)
 	$(BIN)/ebft quickstart --model $(MODEL)
 
-PYTEST := $(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 8 --dist loadfile
+# In the order of their names: short files are last, and no process waits for a long one. With the cache of bytecode, each
+# process rewrites the assertions of the tests only once.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 8 --dist loadfile \
+	--no-loadscope-reorder
 
 # Minutes. Tests that take long, such as those that start processes, are in test-all only.
 test: $(STAMP)

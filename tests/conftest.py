@@ -8,11 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 # Also of processes that tests start: threads that wait for each other take the cores from other tests.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # read when PyTorch is imported, which the process that starts others does not do
 
 # Read by rich, typer and click, some on import: what commands print must not depend on where the tests run.
 for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE"):
@@ -41,6 +39,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test draws the same numbers, whatever ran before it: adapters and samples are random."""
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -83,6 +83,7 @@ def tiny_tokenizer_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tiny_tokenizer_dir, tmp_path_factory) -> Path:
     """A random Llama (2 layers, hidden 32, 4 heads, 2 key/value heads, 128 positions) with the tokenizer beside it."""
+    import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)

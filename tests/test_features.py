@@ -74,7 +74,7 @@ def of_structured(policy, other, tokenizer):
 
 
 def test_features_of_another_architecture(monkeypatch, tmp_path):
-    policy, other = tiny_model("llama"), tiny_model("gemma2")
+    policy, other = tiny_model("llama"), tiny_model("gemma2").eval()
     trainer = of_strided(copy.deepcopy(policy), copy.deepcopy(other), tmp_path)
     feature = oracle.block_feature
     monkeypatch.setattr(oracle, "block_feature", lambda model, *rest: feature(other, *rest))

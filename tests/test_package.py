@@ -156,6 +156,7 @@ def room_of(module: str) -> str:
     return next((name for name in names if name in LEVELS), None) or LEVELS[module]
 
 
+@cache
 def own_imports() -> dict[str, set[str]]:
     """The modules of the package that each module imports anywhere, also for type checking alone."""
     script = runpy.run_path(str(ROOT / "docs" / "walk.py"))

@@ -9,9 +9,10 @@ import pytest
 from tests.golden.runs import FOLDER, RUNS, machine, run
 
 STEPS_ELSEWHERE = 4
+SLOW = ("strided_packed", "structured_cross_entropy")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
 def test_the_run_logs_what_its_golden_file_says(name, tmp_path):
     golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     found = {"machine": machine(), **run(name, tmp_path)}

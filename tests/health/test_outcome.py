@@ -99,8 +99,8 @@ def test_noise_of_evaluations_rarely_gives_a_verdict(count, names):
     assert verdicts(evaluated(**draw()) for _ in range(400)) < 0.05 * 400
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8, 0.9, 0.95])
 @pytest.mark.parametrize("count", [8, 50, 300])
+@pytest.mark.parametrize("correlation", [0, 0.8, 0.95, *(pytest.param(r, marks=pytest.mark.slow) for r in (0.5, 0.9))])
 def test_noise_of_training_logs_rarely_gives_a_verdict(count, correlation):
     noise = np.random.default_rng(count).standard_normal((2, 300, count))
     for time in range(1, count):

@@ -84,7 +84,7 @@ def test_an_error_is_printed_once(launched, capfd, act, status, given):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no second address")
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_processes_of_one_machine_meet_at_an_address_of_it(launched, launcher, tmp_path):
     two = ACCELERATE.replace("--num_processes 1", "--num_processes 2 --multi_gpu --main_process_port 0")
     assert launched("listening", TORCHRUN if launcher == "torchrun" else two, launcher) == 0

@@ -40,7 +40,7 @@ def check(trainer, rel=1e-3):
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize("checkpointing", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain(tmp_path, adapted, checkpointing, monkeypatch):
     monkeypatch.setattr("ebft.sft.trainer.check_chunks", lambda *args: None)  # runs before training
     model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")

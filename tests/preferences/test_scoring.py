@@ -38,7 +38,7 @@ def step(*args, **changes):
     return loss.detach(), gradients, dict(trainer.logged("train"))
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(5)
 @pytest.mark.parametrize(("method", "adapter", "changes"), LOSSES)
 def test_they_are_those_of_trl(method, adapter, changes, tmp_path, monkeypatch):
     write_inputs(tmp_path)

@@ -62,9 +62,9 @@ def close(ours, expected, inputs):
 def test_values_and_gradients(softcap, sinks):
     scores, inputs = AttentionScores(0.7, softcap), make_inputs(sinks)
     close(in_tiles(scores, *inputs), dense(scores, *inputs), inputs)
-    assert torch.autograd.gradcheck(lambda *x: in_tiles(scores, *x), inputs)
+    assert torch.autograd.gradcheck(lambda *x: in_tiles(scores, *x), inputs, fast_mode=True)
     if not sinks:
-        assert torch.autograd.gradcheck(lambda *x: attend(*x, None, PIECES, scores), inputs[:3])
+        assert torch.autograd.gradcheck(lambda *x: attend(*x, None, PIECES, scores), inputs[:3], fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -138,7 +138,7 @@ def test_a_final_push_that_fails_says_how_to_repeat_it(pushed, out, hub):
 
 
 @pytest.mark.parametrize("failures", [[], [False, True]])
-@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+@pytest.mark.parametrize("strategy", ["checkpoint", pytest.param("all_checkpoints", marks=pytest.mark.slow)])
 def test_checkpoints_that_wait_for_a_push(strategy, failures, pushed, out, hub, monkeypatch):
     """The first push ends when training does."""
     hub.failures, finish = [*failures], pushing.Pushing.finish

@@ -70,7 +70,7 @@ def kill_between_files():
     ebft.run.output.publish_files = publish
 
 
-@pytest.mark.parametrize("has_run_before", [False, True])
+@pytest.mark.parametrize("has_run_before", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_killed_between_the_files_of_its_model_continues(has_run_before, inputs, out):
     if has_run_before:
         trained(config_of("sft_full", inputs, out, max_steps=1))

@@ -64,11 +64,9 @@ def sampled_logp(logits, token, o):
 def block_feature(model, ids, start, o):
     """Embedding of tokens ids[start:], the block, after the prefix ids[:start]."""
     off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
-    was_training = model.training
-    model.eval()
+    assert not model.training
     with torch.no_grad(), off:
         states = model(input_ids=ids[None], use_cache=False, output_hidden_states=True).hidden_states
-    model.train(was_training)
     depth = len(states) - 1
     tokens = []
     for position in range(start, len(ids)):

@@ -55,6 +55,7 @@ OTHERS = {AdaLoraConfig: {"total_step": 10, "init_r": 4, "target_r": 2}, HRAConf
           C3AConfig: {"block_size": 4}, GraloraConfig: {"r": 4, "gralora_k": 2}}  # fmt: skip
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_another_adapter_of_layers_is_exact(kind, tmp_path):
     model = get_peft_model(tiny_model("llama", seed=3), kind(**OTHERS[kind], target_modules=["q_proj", "down_proj"]))

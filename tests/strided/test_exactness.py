@@ -263,7 +263,7 @@ def test_option(name, adapter, tmp_path):
 
 TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in a pass", "five blocks in a pass",
             "passes and reentrant checkpointing", "stride one", "long context"]  # fmt: skip
-FAST_TURNS = ("concat", "one block in a pass", "stride one")
+FAST_TURNS = ("concat", "five blocks in a pass", "stride one")
 
 
 @pytest.mark.usefixtures("without_parity_check")

@@ -58,9 +58,10 @@ def test_step(family, checkpoints, tmp_path, on_any_device):
     assert model.config._attn_implementation == "flex_attention"
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(("family", "changes"), [
     ("llama", {"rollout_tokens_per_pass": 36}),
-    *((family, {"single_pass": False, **changes}) for family in ("llama", "gemma2")
+    *((family, {"single_pass": False, **changes}) for family in ("gemma2", "llama")
       for changes in ({"generate_max_len": 1}, {"temperature": 0.2}, {"merge_rollouts": False})),
 ], ids=str)  # fmt: skip
 def test_parts_rollouts_of_one_token_and_with_common_beginnings(family, changes, tmp_path, on_any_device):

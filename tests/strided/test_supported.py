@@ -105,7 +105,7 @@ def test_parity_check_catches_what_nobody_named(change, match):
     assert way_of(model) == ROWS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_what_depends_on_the_index_in_a_pass_is_noticed(dtype, monkeypatch):
     """Llama 4's own forward, which scales queries by the index in the pass: by 1.07 from `floor_scale` on."""
     changes = {"floor_scale": 3000, "attention_chunk_size": 16, "attn_scale": 0.1}

@@ -83,16 +83,16 @@ def test_a_run_logs_evaluates_and_saves(tmp_path):
     base = tiny_model("llama")
     base.save_pretrained(tmp_path / "base")
     model = with_lora(type(base).from_pretrained(tmp_path / "base"))
-    trainer = make(tmp_path / "run", model, evaluation=HELD_OUT, eval_strategy="steps", eval_steps=2)
+    trainer = make(tmp_path / "run", model, evaluation=HELD_OUT, eval_strategy="steps", eval_steps=1, max_steps=2)
     trainer.train()
-    assert len(logged(trainer)) == 4
+    assert len(logged(trainer)) == 2
     for entry in logged(trainer):
         assert entry.keys() >= GUIDE_METRICS
         assert entry["ebft/reward"] == entry["ebft/mean_reward"]
         assert entry["ebft/mean_reward"] == pytest.approx(entry["ebft/alignment"] - entry["ebft/diversity"], abs=1e-5)
         assert entry["ebft/advantages_std"] > 0 and entry["throughput/generated_tokens_per_s"] > 0
         assert entry["loss"] == pytest.approx(entry["ebft/rl_loss"], abs=1e-4)
-    assert [entry["step"] for entry in logged(trainer, "eval_cfm_loss")] == [2, 4]
+    assert [entry["step"] for entry in logged(trainer, "eval_cfm_loss")] == [1, 2]
 
     class Counter(TrainerCallback):
         batches = []
@@ -174,7 +174,6 @@ def test_a_stop_in_the_evaluation_before_the_first_step_saves_nothing(tmp_path):
 
 def test_non_finite_numbers_stop_before_the_update(tmp_path):
     for number, message, batches in (
-        ("loss", r"loss is nan at step 2.*token ids \[\[", 1),
         ("loss", r"loss is nan at step 2.*token ids \[\[", 3),
         ("norm", "norm is (nan|inf) at step 2", 1),
     ):

@@ -44,7 +44,7 @@ def trainer_of(name, folder, processes):
         model.save_pretrained(base)
     model = lora(model) if adapter == "lora" else model.from_pretrained(base)  # as the reference model is
     common = {"per_device_train_batch_size": 8 // processes, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
-    common |= {"shared_prefix": "rows" not in more, "bf16": "bf16" in more}
+    common |= {"shared_prefix": "rows" not in more, "bf16": "bf16" in more, "max_completion_length": 12}
     common["adam_epsilon"] = 1e-4  # or Adam's step of a gradient near zero is as large as any, and follows rounding
     if processes > 1 and "replicated" not in more:
         common |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}}

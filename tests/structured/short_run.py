@@ -46,8 +46,8 @@ def held_out(folder, method, batch_size):
     backend, sampled = FromThePrompt(), []
     for row in dataset.select(range(5)):
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
-        limit = -(-3 * len(row["ground_truth"]) // 2) if method == "ebft" else 12
-        sampled += [completion.ids for completion in backend.generate([ids] * 4, [min(12, limit)] * 4)]
+        limit = -(-3 * len(row["ground_truth"]) // 2) if method == "ebft" else 8
+        sampled += [completion.ids for completion in backend.generate([ids] * 4, [min(8, limit)] * 4)]
     lengths, given = np.array([len(ids) for ids in sampled]), [x for x in remainder(sampled) if x is not None]
     assert len(given) < len(sampled)
     expected = {"rewards/remainder/mean": np.mean(given), "rewards/remainder/std": np.std(given, ddof=1)}

@@ -48,10 +48,10 @@ OPTIONS = [
 ]
 VARIANTS = {
     "adapter": ("llama", lora),
-    "dora": ("llama", lambda model: lora(model, use_dora=True)),
-    "rank-stabilised, some layers": ("llama", lambda model: lora(model, use_rslora=True, **SOME_LAYERS)),
     "fused experts": ("qwen3_moe", lambda model: lora(model, target_modules=["v_proj"], target_parameters=EXPERTS)),
     "some of the weights": ("llama", lambda model: freeze_except(model, [r"model\.layers\.[13]\.", r"model\.norm"])),
+    "dora": ("llama", lambda model: lora(model, use_dora=True)),
+    "rank-stabilised, some layers": ("llama", lambda model: lora(model, use_rslora=True, **SOME_LAYERS)),
     "learned positions": ("gpt2", lambda model: lora(model, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)),
 }
 # One of each kind: soft-capping, logit scaling, learned positions, sinks, experts, latent attention.
@@ -63,7 +63,7 @@ CASES = [*(("adapter", changes) for changes in OPTIONS[:3]), PADDED[0], *((name,
 CASES += [*(("adapter", changes) for changes in OPTIONS[3:]), *((name, {}) for name in SHARING), *PADDED[1:]]
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(6)
 @pytest.mark.filterwarnings("ignore:Prompts are computed once per completion:UserWarning")
 @pytest.mark.parametrize(("variant", "changes"), CASES)
 def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, build, variant, changes):
@@ -144,7 +144,7 @@ def test_thinking_can_be_left_out_of_the_cross_entropy(chat_tokenizer, build):
     assert counts[False] - counts[True] == len("<think>so</think>\n") and counts[True] == len("yes") + 1
 
 
-@pytest.mark.parametrize("name", ["", "another/revision"])
+@pytest.mark.parametrize("name", ["another/revision", pytest.param("", marks=pytest.mark.slow)])
 def test_the_reference_is_a_copy_of_the_model(chat_tokenizer, build, name):
     """Whatever the name in its configuration leads to."""
     policy = chat_model(chat_tokenizer)

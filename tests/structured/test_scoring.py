@@ -111,6 +111,7 @@ OPTIONS = {
 CASES = [*((name, True) for name in OPTIONS), ("several micro-batches", False), ("reference model", False)]
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(("option", "adapter"), CASES)
 def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, build, tmp_path, option, adapter):
     found, changes = {}, OPTIONS[option]

@@ -9,7 +9,7 @@ from tests.structured import oracle
 USER = lambda text: {"role": "user", "content": text}
 ASSISTANT = lambda text: {"role": "assistant", "content": text}
 SETTINGS = dict(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=3, temperature=0.7)
-SETTINGS |= dict(max_completion_length=12, learning_rate=1e-2, max_steps=2, logging_steps=1, loss_type="grpo")
+SETTINGS |= dict(max_completion_length=8, learning_rate=1e-2, max_steps=2, logging_steps=1, loss_type="grpo")
 SETTINGS |= dict(gradient_checkpointing=False, report_to="none", disable_tqdm=True, save_strategy="no")
 OF_TRAINERS = {"reward_funcs", "eval_dataset", "callbacks", "peft_config"}
 OF_TRAINERS |= {"tools", "rollout_func", "environment_factory"}

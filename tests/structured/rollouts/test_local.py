@@ -116,7 +116,7 @@ def plain_samples(model, prompts, limits, ends):
     return found
 
 
-@pytest.mark.parametrize(("tokens", "recorded"), [(1, False), (3, False), (8, False), (8, True)])
+@pytest.mark.parametrize(("tokens", "recorded"), [(1, False), (3, False), (8, True), (8, False)])
 def test_samples_are_the_same_however_many_tokens_are_read_at_once(tokens, recorded, monkeypatch):
     """As are the random numbers that later draws get."""
     if recorded:
