@@ -78,6 +78,7 @@ BOTH = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 8, "qu
     ({"activation_dtype": "int8"}, lambda weight, _: weight.act_quant_kwargs is not None),
     ({"group_size": 16}, lambda weight, _: list(weight.block_size) == [1, 16]),
     ({"weight_dtype": "float8_e4m3fn"}, lambda weight, _: weight.qdata.dtype == torch.float8_e4m3fn),
+    ({"weight_dtype": "ternary"}, lambda weight, _: len(weight[0].unique()) == 3),
     ({"quantize_embedding": True}, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int8, [1, 32])),
     (BOTH, lambda _, it: (it.target_dtype, list(it.block_size)) == (torch.int4, [1, 8])),
 ])  # fmt: skip

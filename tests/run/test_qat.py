@@ -18,18 +18,35 @@ from tests.run.crash import config_of
 from tests.strided.families import tiny_model
 
 
+def ternary(row):
+    size = row.abs().sum() / len(row)
+    return torch.tensor([0.0 if value.abs() < size / 2 else value.sign() * size for value in row])
+
+
+def in_eight_bits(token):
+    return (token * 127 / token.abs().max()).round() * token.abs().max() / 127
+
+
 @pytest.mark.parametrize("keys", [
     {"weight_dtype": "int8"}, {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 16},
+    {"weight_dtype": "ternary"}, {"weight_dtype": "ternary", "activation_dtype": "int8"},
 ])  # fmt: skip
 def test_layers_round_as_they_are_quantised(keys):
     model = tiny_model("llama").eval()
+    model = model.double() if keys["weight_dtype"] == "ternary" else model  # rounding magnifies rounding errors
     plain, quantised, ids = copy.deepcopy(model), copy.deepcopy(model), torch.arange(3, 30)[None]
     prepare_rounding(model, QatSection(**keys))
     frozen = copy.deepcopy(model)
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=0)
     round_weights(model)
-    settings = torchao_settings(QuantizationSection(**keys), torch.device("cpu"))
-    quantize_(quantised, settings, lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
+    is_linear = lambda module, name: isinstance(module, nn.Linear) and name != "lm_head"
+    if keys["weight_dtype"] == "ternary":
+        for layer in (layer for name, layer in quantised.named_modules() if is_linear(layer, name)):
+            layer.weight.data = torch.stack([ternary(row) for row in layer.weight.data])
+            if "activation_dtype" in keys:
+                layer.register_forward_pre_hook(lambda _, given: torch.stack([*map(in_eight_bits, given[0][0])])[None])
+    else:
+        quantize_(quantised, torchao_settings(QuantizationSection(**keys), torch.device("cpu")), is_linear)
     wanted = quantised(ids).logits
     torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-3)
     assert (wanted - plain(ids).logits).abs().max() > 0.01

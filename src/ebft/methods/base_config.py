@@ -185,6 +185,7 @@ _ACTIVATIONS = {
     "int8": (None, "int8"),
     "int4": (None, "int8", "float8_e4m3fn"),
     "float8_e4m3fn": (None, "float8_e4m3fn"),
+    "ternary": (None, "int8"),
 }
 _GROUPED = (("int8", None), ("int4", None), ("int4", "int8"))  # dtypes of weights and inputs that have a group size
 
@@ -192,8 +193,9 @@ _GROUPED = (("int8", None), ("int4", None), ("int4", "int8"))  # dtypes of weigh
 class QuantizationSection(Section):
     """The section `quantization:`, which is used by `ebft quantize`."""
 
-    weight_dtype: Literal["int8", "int4", "float8_e4m3fn"] = "int8"
-    """dtype of the weights of linear layers; int4 without activation_dtype requires a GPU."""
+    weight_dtype: Literal["int8", "int4", "float8_e4m3fn", "ternary"] = "int8"
+    """dtype of the weights of linear layers; int4 without activation_dtype requires a GPU. ternary (see qat) rounds: the
+    values keep the dtype of the model, and inputs are not quantised."""
     activation_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     """dtype that the inputs of linear layers are quantised to while the model runs; float8_e4m3fn requires a GPU. If
     unset, inputs are not quantised."""
@@ -212,7 +214,7 @@ class QuantizationSection(Section):
         elif self.group_size is not None and (weights, inputs) not in _GROUPED:
             also = f" and activation_dtype: {inputs}" if inputs else ""
             problem = f"group_size has no effect with {{}}{also}, whose scales are fixed. Remove it."
-        elif self.quantize_embedding and weights == "float8_e4m3fn":
+        elif self.quantize_embedding and weights not in ("int8", "int4"):
             problem = "quantize_embedding is not supported with {}. Remove it, or set weight_dtype: int8."
         if problem:
             raise ValueError(f"quantization.{problem.format(f'weight_dtype: {weights}')}")

@@ -80,7 +80,7 @@ class SFT(Method):
         if len(weighted) + (config.chunked_cross_entropy is True) > 1:
             yield f"{weighted[0]} has a loss of its own. Remove the other loss, or chunked_cross_entropy."
         if config.lisa_n_layers and (config.adapter or config.fsdp or config.deepspeed or config.unfrozen_parameters):
-            yield "lisa_n_layers trains all weights on one GPU. Remove it, or adapter, unfrozen_parameters, fsdp, deepspeed."
+            yield "lisa_n_layers is for all weights on one GPU. Remove adapter, unfrozen_parameters, fsdp or deepspeed."
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         if config.chunked_cross_entropy and zero_stage(config) == 3:

@@ -22,6 +22,7 @@ from accelerate import PartialState
 from peft.tuners.lora import ParamWrapper
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
@@ -88,6 +89,28 @@ def quantised_layers(
     return linear, embeddings if wanted.quantize_embedding else {}, size
 
 
+class TernaryLinear(nn.Linear):
+    """A linear layer with `ternary` weights, and, with `rounds_inputs`, inputs in 8 bits with a scale for each token;
+    gradients are those of a layer without rounding (BitNet b1.58, arXiv:2402.17764)."""
+
+    rounds_inputs: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.rounds_inputs:
+            scale = input.detach().abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
+            input = input + ((input / scale).round() * scale - input).detach()
+        return F.linear(input, self.weight + (ternary(self.weight) - self.weight).detach(), self.bias)
+
+
+SMALLEST = 1e-5  # a scale
+
+
+def ternary(weight: Tensor) -> Tensor:
+    """The weights (O, I) as -1, 0 and 1 times the mean magnitude of each row."""
+    scale = weight.abs().mean(-1, keepdim=True).clamp_min(SMALLEST)
+    return (weight / scale).round().clamp(-1, 1) * scale
+
+
 def prepare_rounding(model: PreTrainedModel, wanted: QatSection) -> None:
     """Give the layers that `ebft quantize` quantises a forward pass that rounds as it does, with the gradient of a pass
     that does not. It is off until `round_weights`; copies of the model keep it off. Layers with a forward pass of their
@@ -98,7 +121,7 @@ def prepare_rounding(model: PreTrainedModel, wanted: QatSection) -> None:
 
     linear, embeddings, size = quantised_layers(wanted, model)
     of_groups = {"granularity": "per_channel"} if size is None else {"group_size": size}
-    of_integers = partial(IntxFakeQuantizeConfig, getattr(torch, wanted.weight_dtype, None), **of_groups)
+    of_integers = partial(IntxFakeQuantizeConfig, getattr(torch, wanted.weight_dtype, torch.int8), **of_groups)
     problem = None if any(type(layer) is nn.Linear for layer in linear.values()) else "finds no linear layers"
     if any(type(layer) is not nn.Embedding for layer in embeddings.values()):
         problem = "cannot round embeddings that are scaled, so remove quantize_embedding"
@@ -112,11 +135,19 @@ def prepare_rounding(model: PreTrainedModel, wanted: QatSection) -> None:
         kind = partial(qat.MXFakeQuantizeConfig, torch.float4_e2m1fn_x2, block_size=size)
         both = (kind if wanted.weight_dtype == "mxfp4" else qat.NVFP4FakeQuantizeConfig)()
         settings = QATConfig(weight_config=both, activation_config=both)
-    elif (wanted.weight_dtype, wanted.activation_dtype) == ("int8", None):
+    elif wanted.weight_dtype == "ternary" or (wanted.weight_dtype, wanted.activation_dtype) == ("int8", None):
         settings = QATConfig(weight_config=of_integers())
     else:
         settings = QATConfig(torchao_settings(wanted, torch.device("cpu")))
-    quantize_(model, settings, lambda module, name: type(module) is nn.Linear and name in linear)
+    plain = [name for name, layer in linear.items() if type(layer) is nn.Linear]
+    if wanted.weight_dtype == "ternary":
+        for name in plain:
+            linear[name].__class__, vars(linear[name])["rounds_inputs"] = (
+                TernaryLinear,
+                wanted.activation_dtype == "int8",
+            )
+    else:
+        quantize_(model, settings, lambda module, name: name in plain)
     if embeddings:
         quantize_(model, QATConfig(weight_config=of_integers()), lambda module, name: name in embeddings)
     _suspend(model)
@@ -139,10 +170,11 @@ def prepare_float8(model: PreTrainedModel) -> None:
 
 
 def _suspend(model: nn.Module) -> bool:
-    """Give layers of torchao the class that they had before, until `round_weights`; whether there are any."""
+    """Give layers that round the class that they had before, until `round_weights`; whether there are any."""
     found = False
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) and type(module).__module__.startswith("torchao."):
+        rounds = type(module).__module__.startswith("torchao.") or isinstance(module, TernaryLinear)
+        if isinstance(module, (nn.Linear, nn.Embedding)) and rounds:
             found = True
             plain = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
             vars(module)["rounding"], module.__class__ = type(module), plain

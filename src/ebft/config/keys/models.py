@@ -56,17 +56,18 @@ class BitsAndBytesKeys(Section):
 # dtypes of weights and of inputs that torchao can round during training -> size of groups of weights, if it is fixed.
 ROUNDED = {("int8", None): None, ("int4", None): None, ("int4", "int8"): None, ("int4", "float8_e4m3fn"): 128}
 ROUNDED |= {("float8_e4m3fn", "float8_e4m3fn"): None, ("mxfp4", "mxfp4"): 32, ("nvfp4", "nvfp4"): 16}
+ROUNDED |= {("ternary", None): None, ("ternary", "int8"): None}
 
 
 class QatSection(Section):
     """The section `qat:`."""
 
-    weight_dtype: Literal["int8", "int4", "float8_e4m3fn", "mxfp4", "nvfp4"] = "int8"
-    """dtype that weights of linear layers are rounded to; nvfp4 needs a GPU of compute capability 10 (Blackwell). ebft
-    quantize quantises to the first three."""
+    weight_dtype: Literal["int8", "int4", "float8_e4m3fn", "ternary", "mxfp4", "nvfp4"] = "int8"
+    """dtype that weights of linear layers are rounded to; ternary: -1, 0 and 1 times the mean magnitude of an output's
+    weights. nvfp4 needs a GPU of compute capability 10 (Blackwell). ebft quantize quantises to the first four."""
     activation_dtype: Literal["int8", "float8_e4m3fn", "mxfp4", "nvfp4"] | None = None
-    """dtype that inputs of linear layers are rounded to: int8 with int4, float8_e4m3fn with int4 or itself, mxfp4 and
-    nvfp4 with themselves. If unset, inputs are not rounded."""
+    """dtype that inputs of linear layers are rounded to: int8 with int4 or ternary, float8_e4m3fn with int4 or itself,
+    mxfp4 and nvfp4 with themselves. If unset, inputs are not rounded."""
     group_size: Annotated[int, Field(ge=2)] | None = None
     """Number of weights with the same scale, for int8 and int4. If unset, 32 for int4, and one row for int8."""
     quantize_embedding: bool = Field(False, description="Also round embeddings, with weight_dtype: int8 or int4.")

@@ -140,7 +140,7 @@ class LengthKeys(SeedKeys):
 
     group_by_length: bool = Field(False, description="Group rows of similar length into batches.")
     curriculum_sampling: bool = False
-    """Train on rows in their order, and pack them in it; with shuffle_merged_datasets: false, it is that of the files."""
+    """Train on rows, and pack them, in their order: of the files, with shuffle_merged_datasets: false."""
     dataloader_num_workers: int = Field(0, ge=0, le=MAX_WORKERS, description="Number of processes that load batches.")
     dataloader_prefetch_factor: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = None
     """Number of batches that each of these processes loads in advance. If unset, 2."""

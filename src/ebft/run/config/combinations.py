@@ -123,8 +123,8 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield f"qat.weight_dtype: {pair[0]} is not possible with this activation_dtype. Pairs are {pairs}."
     elif pair and ROUNDED[pair] and c.qat.group_size not in (None, ROUNDED[pair]):
         yield f"qat.group_size is {ROUNDED[pair]} with these dtypes. Remove it."
-    if pair and c.qat.quantize_embedding and pair[0] not in ("int8", "int4"):
-        yield "qat.quantize_embedding needs weight_dtype: int8 or int4. Remove it."
+    if pair and c.qat.quantize_embedding and pair[0] not in ("int8", "int4", "ternary"):
+        yield "qat.quantize_embedding needs weight_dtype: int8, int4 or ternary. Remove it."
     if c.reinit_weights and c.adapter is not None:
         yield "reinit_weights: true would train an adapter of random weights that are not saved. Remove one."
     if c.quantize_moe_experts and not (c.load_in_4bit or c.load_in_8bit):

@@ -119,9 +119,9 @@ def quantize(
         typer.Option(
             "--weight-dtype",
             "--type",
-            metavar="int8|int4|float8_e4m3fn",
+            metavar="int8|int4|float8_e4m3fn|ternary",
             help="dtype of the weights; int4 without --activation-dtype requires a GPU. Default: int8.",
-            autocompletion=lambda incomplete: ["int8", "int4", "float8_e4m3fn"],
+            autocompletion=lambda incomplete: ["int8", "int4", "float8_e4m3fn", "ternary"],
         ),
     ] = None,
     activation_dtype: Annotated[
@@ -160,6 +160,8 @@ def quantize(
     section = {} if config is None else config.quantization.model_dump(exclude_unset=True)
     if config is not None and config.qat is not None and not section:  # what training has rounded to
         section = config.qat.model_dump(exclude={"fake_quant_after_n_steps"}, exclude_none=True)
+        if config.qat.weight_dtype == "ternary":
+            del section["quantize_embedding"]
     try:
         wanted = QuantizationSection(**{**section, **given})
     except ValidationError as error:

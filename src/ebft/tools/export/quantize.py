@@ -17,7 +17,7 @@ from ebft.errors import ModelError, doing
 from ebft.files import json_object, read_text
 from ebft.methods.base_config import QuantizationSection
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
-from ebft.models.weights import quantised_layers, torchao_settings
+from ebft.models.weights import quantised_layers, ternary, torchao_settings
 from ebft.run.config.schema import RunConfig
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
@@ -65,16 +65,20 @@ def quantize_model(
     check_empty(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     weights = read_checkpoint(folder).weights.values()
-    settings = torchao_settings(wanted, device)
+    is_ternary = wanted.weight_dtype == "ternary"
     options = {"dtype": "auto", "device_map": {"": str(device)}}
     tokenizer, plain = pretrained_tokenizer(str(folder)), pretrained_model(str(folder), **options).eval()
     scored = sequences(tokenizer)
-    settings = _for_model(settings, wanted, plain)
+    settings = None if is_ternary else _for_model(torchao_settings(wanted, device), wanted, plain)
     before = perplexity(plain, scored)
+    if is_ternary:
+        for layer in quantised_layers(wanted, plain)[0].values():
+            layer.weight.data = ternary(layer.weight.data)
+    model = plain if is_ternary else None
     del plain
     inputs = f" with activation_dtype: {wanted.activation_dtype}" if wanted.activation_dtype else ""
     with doing(f"quantising to weight_dtype: {wanted.weight_dtype}{inputs} on {device.type}"), new_folder(to) as staged:
-        model = pretrained_model(str(folder), quantization_config=settings, **options)
+        model = model or pretrained_model(str(folder), quantization_config=settings, **options)
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
         del model
