@@ -194,8 +194,8 @@ class QuantizationSection(Section):
     """The section `quantization:`, which is used by `ebft quantize`."""
 
     weight_dtype: Literal["int8", "int4", "float8_e4m3fn", "ternary"] = "int8"
-    """dtype of the weights of linear layers; int4 without activation_dtype requires a GPU. ternary (see qat) rounds: the
-    values keep the dtype of the model, and inputs are not quantised."""
+    """dtype of the weights of linear layers; int4 without activation_dtype requires a GPU. ternary (see qat) rounds
+    to values of the dtype of the model, and inputs are not quantised."""
     activation_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     """dtype that the inputs of linear layers are quantised to while the model runs; float8_e4m3fn requires a GPU. If
     unset, inputs are not quantised."""
