@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 from datasets import Dataset, IterableDataset
 
-from ebft.data.stream import SKIPPED, Position, StreamedDocuments, StreamRows, StreamSource, Tokens
+from ebft.data.stream import SKIPPED, Labelled, Position, StreamedDocuments, StreamRows, StreamSource
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, told
 
@@ -117,7 +117,7 @@ def stream(length=4, apart=True, seed=None, size=3, lengths=LENGTHS, whole=False
 
     def encode(document):
         ids = [10 * document.row["n"] + place + 1 for place in range(lengths[document.row["n"]])]
-        return Tokens(ids, [IGNORE] * (len(ids) // 2) + ids[len(ids) // 2 :], True) if whole else Tokens(ids, ids)
+        return Labelled(ids, [IGNORE] * (len(ids) // 2) + ids[len(ids) // 2 :], True) if whole else Labelled(ids, ids)
 
     return StreamRows(StreamedDocuments(sources, size, seed), encode, length, apart)
 

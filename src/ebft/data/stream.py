@@ -39,7 +39,7 @@ class Document(NamedTuple):
     row: dict[str, Any]
 
 
-class Tokens(NamedTuple):
+class Labelled(NamedTuple):
     """The tokens of a document with their labels; `is_whole` if they stay in one row, since a part of a chat lacks what
     its answer follows."""
 
@@ -235,7 +235,7 @@ class StreamRows(torch.utils.data.IterableDataset):
     """
 
     def __init__(
-        self, documents: StreamedDocuments, encode: Callable[[Document], Tokens], sequence_len: int, apart: bool
+        self, documents: StreamedDocuments, encode: Callable[[Document], Labelled], sequence_len: int, apart: bool
     ) -> None:
         self._documents, self._encode = documents, encode
         self._length, self._apart = sequence_len, apart
@@ -258,28 +258,27 @@ class StreamRows(torch.utils.data.IterableDataset):
     def rows(self, position: Position | None = None) -> Iterator[dict[str, Any]]:
         """Rows without end, from a position on."""
         position = position or Position()
-        pieces: list[Tokens] = []
+        pieces: list[Labelled] = []
         room, count = self._length, position.row
         for at, tokens in self._texts(position):
             start = at.token
             while start < len(tokens.ids):
                 if not (tokens.is_whole and room < len(tokens.ids)):
-                    pieces.append(Tokens(tokens.ids[start : start + room], tokens.labels[start : start + room]))
+                    pieces.append(Labelled(tokens.ids[start : start + room], tokens.labels[start : start + room]))
                     start, room = start + len(pieces[-1].ids), room - len(pieces[-1].ids)
                     if room:
                         continue
                 count += 1
-                yield {**self._row(pieces), "pieces": len(pieces), "position": replace(at, row=count, token=start)}
+                row: dict[str, Any] = {"input_ids": [token for piece in pieces for token in piece.ids]}
+                row |= {"pieces": len(pieces), "position": replace(at, row=count, token=start)}
+                row["labels"] = [IGNORE, *[label for piece in pieces for label in piece.labels][1:]]
+                if self._apart:
+                    row["labels"] = [label for piece in pieces for label in (IGNORE, *piece.labels[1:])]
+                    row["seq_lengths"] = [len(piece.ids) for piece in pieces]
+                yield row
                 pieces, room = [], self._length
 
-    def _row(self, pieces: list[Tokens]) -> dict[str, Any]:
-        ids = [token for piece in pieces for token in piece.ids]
-        if not self._apart:
-            return {"input_ids": ids, "labels": [IGNORE, *[label for piece in pieces for label in piece.labels][1:]]}
-        labels = [label for piece in pieces for label in (IGNORE, *piece.labels[1:])]
-        return {"input_ids": ids, "labels": labels, "seq_lengths": [len(piece.ids) for piece in pieces]}
-
-    def _texts(self, start: Position) -> Iterator[tuple[Position, Tokens]]:
+    def _texts(self, start: Position) -> Iterator[tuple[Position, Labelled]]:
         """The position and the tokens of each usable document, without end; the first may have been read in part."""
         place, found = start.place, start.block is not None
         for block in self._documents.blocks(start.block):
@@ -350,11 +349,11 @@ class _Encoder:
         self._functions = [apply.tokeniser(entry, config, tokenizer) for entry in config.datasets]
         self._entries, self._longest, self._told = config.datasets, config.sequence_len, set[str]()
 
-    def __call__(self, document: Document) -> Tokens:
+    def __call__(self, document: Document) -> Labelled:
         entry, row = self._entries[document.source], self._functions[document.source](document.row, document.number)
         is_whole = entry.type not in ("completion", "completion.transform")
         end = self._longest if is_whole else None
-        tokens = Tokens((row["input_ids"] or [])[:end], (row["labels"] or [])[:end], is_whole)
+        tokens = Labelled((row["input_ids"] or [])[:end], (row["labels"] or [])[:end], is_whole)
         reason = row["reason"]
         if not reason and is_whole and all(label == IGNORE for label in tokens.labels):
             reason = row_counts.NO_REFERENCE
@@ -362,4 +361,4 @@ class _Encoder:
         if note and note not in self._told:
             self._told.add(note)
             warn(f"{entry.path}: row {document.number}, and others, are {note}.")
-        return Tokens([], []) if reason else tokens
+        return Labelled([], []) if reason else tokens

@@ -98,8 +98,17 @@ class GRPO(Method):
         if trl.generation_batch_size is None:
             yield from rules.groups(size, steps, trl.num_generations, rules.in_config, "gradient_accumulation_steps")
         yield from _rewards(config, names, self.own_rewards)
-        yield from _rollouts(config)
-        yield from _interaction(config, FEATURE_MATCHING in names)
+        given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
+        yield from rules.prefetch(trl.async_prefetch, config.uses_server, rules.in_config)
+        yield from rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config)
+        floor, cap = getattr(trl, _FLOOR), getattr(trl, _CAP) or _TRLS_CAP
+        if floor is not None and floor >= cap:
+            yield f"trl.{_FLOOR}: {floor:g} must be less than trl.{_CAP}: {cap:g}, for example {1 / max(cap, 1.5):.2g}."
+        compares = FEATURE_MATCHING in names
+        yield from rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
+        if given and config.fsdp and not config.uses_server:
+            yield f"trl.{given[0]} is incompatible with fsdp without a vLLM server. Set trl.use_vllm or remove fsdp."
+        _load_interactive(config)
 
     def missing_packages(self, config: MethodConfig) -> Iterator[str]:
         is_here = not config.uses_server or (config.manages_server and config.vllm.python is None)
@@ -304,26 +313,6 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
                 yield problem
         elif name not in (FEATURE_MATCHING, *((VERIFY, ENVIRONMENT) if config.nemo_gym_enabled else ())):
             find_function("trl.reward_funcs", name)
-
-
-def _rollouts(config: MethodConfig) -> Iterator[str]:
-    """Problems with what generates rollouts."""
-    trl = config.trl
-    yield from rules.prefetch(trl.async_prefetch, config.uses_server, rules.in_config)
-    yield from rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config)
-    floor, cap = getattr(trl, _FLOOR), getattr(trl, _CAP) or _TRLS_CAP
-    if floor is not None and floor >= cap:
-        yield f"trl.{_FLOOR}: {floor:g} must be less than trl.{_CAP}: {cap:g}, for example {1 / max(cap, 1.5):.2g}."
-
-
-def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
-    """Problems with tools and environments; `compares`: whether a reward compares features."""
-    trl = config.trl
-    given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
-    yield from rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
-    if given and config.fsdp and not config.uses_server:
-        yield f"trl.{given[0]} is incompatible with fsdp without a vLLM server. Set trl.use_vllm: true, or remove fsdp."
-    _load_interactive(config)
 
 
 def _load_interactive(config: MethodConfig) -> dict[str, Any]:

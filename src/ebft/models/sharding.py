@@ -118,13 +118,13 @@ def keep_whole_eight_bits(accelerator: Any, model: nn.Module) -> None:
         module for module in model.modules() if type(vars(module)["_parameters"].get("weight")).__name__ == "Int8Params"
     ]
     _plugin(accelerator).ignored_modules = in_eight or None
+
+    def forget_scales(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in ("SCB", "weight_format"):
+            state.pop(prefix + name, None)
+
     for module in in_eight:
-        module.register_state_dict_post_hook(_forget_scales)
-
-
-def _forget_scales(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in ("SCB", "weight_format"):
-        state.pop(prefix + name, None)
+        module.register_state_dict_post_hook(forget_scales)
 
 
 def _plugin(accelerator: Any) -> Any:

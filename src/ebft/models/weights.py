@@ -91,7 +91,7 @@ def quantised_layers(
 
 class TernaryLinear(nn.Linear):
     """A linear layer with `ternary` weights, and, with `rounds_inputs`, inputs in 8 bits with a scale for each token;
-    gradients are those of a layer without rounding (BitNet b1.58, arXiv:2402.17764)."""
+    gradients are as without rounding (BitNet b1.58, arXiv:2402.17764)."""
 
     rounds_inputs: bool
 
@@ -205,9 +205,7 @@ def quantise_experts(model: nn.Module, settings: ModelSettings) -> int:
             packed, unpack[name] = _packed(weight.data, settings.bnb_config_kwargs if settings.load_in_4bit else None)
             _replace(module, name, packed.view(*weight.shape[:-1], -1))
         if unpack:
-            around, kept = outermost.get(id(module), module), dict[str, Tensor]()
-            around.register_forward_pre_hook(partial(_dequantise, module, unpack, kept))
-            around.register_forward_hook(partial(_restore, module, kept), always_call=True)
+            _UnpackedWhileRunning(module, unpack).follow(outermost.get(id(module), module))
             count += len(unpack)
     return count
 
@@ -215,21 +213,21 @@ def quantise_experts(model: nn.Module, settings: ModelSettings) -> int:
 def _packed(weight: Tensor, options: BitsAndBytesKeys | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """A weight in 4 bits, or in 8 without options, as bitsandbytes stores linear layers, and what restores it."""
     if options is not None:
-        packed, state = functional().quantize_4bit(weight, **options.four_bit)
-        return packed, partial(_from_four_bits, state)
-    packed, scale, _ = functional().int8_vectorwise_quant(weight.flatten(0, -2).half())
-    return packed, partial(_from_eight_bits, scale, weight.dtype)
+        found, state = functional().quantize_4bit(weight, **options.four_bit)
 
+        def from_four_bits(packed: Tensor) -> Tensor:
+            if state.absmax.device != packed.device:
+                state.to(packed.device)
+            return functional().dequantize_4bit(packed.view(-1, 1), state)
 
-def _from_four_bits(state: Any, packed: Tensor) -> Tensor:
-    if state.absmax.device != packed.device:
-        state.to(packed.device)
-    return functional().dequantize_4bit(packed.view(-1, 1), state)
+        return found, from_four_bits
+    found, scale, _ = functional().int8_vectorwise_quant(weight.flatten(0, -2).half())
 
+    def from_eight_bits(packed: Tensor) -> Tensor:
+        whole = functional().int8_vectorwise_dequant(packed.flatten(0, -2), scale.to(packed.device))
+        return whole.view(packed.shape).to(weight.dtype)
 
-def _from_eight_bits(scale: Tensor, dtype: torch.dtype, packed: Tensor) -> Tensor:
-    whole = functional().int8_vectorwise_dequant(packed.flatten(0, -2), scale.to(packed.device))
-    return whole.view(packed.shape).to(dtype)
+    return found, from_eight_bits
 
 
 def functional() -> Any:
@@ -248,15 +246,24 @@ def is_packed(weight: Tensor) -> bool:
     return type(weight).__name__ == "Params4bit" or weight.dtype == torch.uint8
 
 
-def _dequantise(module: nn.Module, unpack: Mapping[str, Any], kept: dict[str, Tensor], *call: Any) -> None:
-    for name, whole in unpack.items():
-        kept[name] = getattr(module, name).data
-        _replace(module, name, whole(kept[name]))
+class _UnpackedWhileRunning:
+    """Replaces packed weights of a module by whole ones during the passes of a module around it."""
 
+    def __init__(self, module: nn.Module, unpack: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        self._module, self._unpack, self._kept = module, unpack, dict[str, Tensor]()
 
-def _restore(module: nn.Module, kept: dict[str, Tensor], *call: Any) -> None:
-    for name in list(kept):  # fewer if the pre-hook failed
-        _replace(module, name, kept.pop(name))
+    def follow(self, around: nn.Module) -> None:
+        around.register_forward_pre_hook(self.before)
+        around.register_forward_hook(self.after, always_call=True)
+
+    def before(self, *call: Any) -> None:
+        for name, whole in self._unpack.items():
+            self._kept[name] = getattr(self._module, name).data
+            _replace(self._module, name, whole(self._kept[name]))
+
+    def after(self, *call: Any) -> None:
+        for name in list(self._kept):  # fewer if `before` failed
+            _replace(self._module, name, self._kept.pop(name))
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:

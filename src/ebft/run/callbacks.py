@@ -67,7 +67,7 @@ class TrainSomeLayers(TrainerCallback):
         period = state.global_step // self._interval
         if period == self._period:
             return
-        self._period = period  # of which the draw is a function, so that a resumed run trains the same layers
+        self._period = period  # which determines the draw, so that a resumed run trains the same layers
         with errors.doing(f"choosing layers of {self._attribute} (lisa_layers_attribute, lisa_n_layers)"):
             layers = kwargs["model"].get_submodule(self._attribute)
             draw = np.random.default_rng([self._seed, period])

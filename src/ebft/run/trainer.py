@@ -118,13 +118,19 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     """Arguments for TrainingArguments; `rows` is the number of training rows, for settings that count per epoch."""
     kwargs = {key: getattr(config, key) for key in _SAME_NAME}
     kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
+    precision = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
+    given = os.environ.get(_PRECISION, "no").lower()  # if it is "no", accelerate reads its own config file
+    if given not in ("no", precision):
+        raise ConfigError(
+            f"{_PRECISION} is {given:.60} in the environment, and {precision} by bf16 and fp16. Unset it."
+        )
     checkpointing, sequential = checkpointing_argument(), "sequential" if config.curriculum_sampling else None
     kwargs |= {
         checkpointing: config.gradient_checkpointing,
         "optim_args": optimizer_arguments(config.optim_args),
         "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
         "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
-        "bf16": _precision_of_config(config, machine) == "bf16",
+        "bf16": precision == "bf16",
         "deepspeed": deepspeed_settings(config.deepspeed),
         "use_cpu": not machine.has_accelerator,
         "tf32": None if config.tf32 and not machine.supports_tf32 else config.tf32,
@@ -157,15 +163,6 @@ def use_bf16(config: RunConfig, machine: Machine) -> bool:
     if config.bf16 == "auto":
         return machine.supports_bf16 and not config.fp16
     return config.bf16
-
-
-def _precision_of_config(config: RunConfig, machine: Machine) -> str:
-    """The precision, as accelerate names it, which reads its own config file from the environment if it is "no"."""
-    ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
-    theirs = os.environ.get(_PRECISION, "no").lower()
-    if theirs not in ("no", ours):
-        raise ConfigError(f"{_PRECISION} is {theirs:.60} in the environment, and {ours} by bf16 and fp16. Unset it.")
-    return ours
 
 
 def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:

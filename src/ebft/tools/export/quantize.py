@@ -59,7 +59,13 @@ def quantize_model(
     The perplexity of `sequences(tokenizer)` is measured on the model in `folder` and on the written one after loading
     it with `from_pretrained`. Raises ModelError if what is wanted does not fit the model in the folder.
     """
-    _check_source(folder)
+    if (folder / ADAPTER_FILE).is_file():
+        raise ModelError(f"{folder} contains an adapter. Merge it first: ebft merge-lora {folder}")
+    with doing(f"reading {folder / 'config.json'}"):
+        quantised = json_object(folder / "config.json").get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ModelError(f"The model in {folder} is already quantised ({method}). Quantise the original model.")
     refuse_classifier(folder, "ebft quantize, which measures the perplexity of text, does not support it")
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
     check_empty(to)
@@ -138,13 +144,3 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
         if one.scored:
             found.append(one)
     return found
-
-
-def _check_source(folder: Path) -> None:
-    if (folder / ADAPTER_FILE).is_file():
-        raise ModelError(f"{folder} contains an adapter. Merge it first: ebft merge-lora {folder}")
-    with doing(f"reading {folder / 'config.json'}"):
-        quantised = json_object(folder / "config.json").get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ModelError(f"The model in {folder} is already quantised ({method}). Quantise the original model.")
