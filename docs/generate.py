@@ -80,7 +80,7 @@ is not 0: look at `grad_norm`, `ebft/alignment` and `ebft/cfm_loss` (with GRPO, 
 
 Training stops before the update, so that the last checkpoint is valid. In this order:
 
-1. With `fp16: true`, use `bf16: true`.
+1. With `fp16: true`, use `bf16: true`; remove `fp8`, although its scales are never 0, also for rows of zeros.
 2. In the first step, the model or a row is the reason, such as a reward function that returns NaN. Later, after
    `grad_norm` grew, lower the learning rate.
 3. Repeat the step with PyTorch's anomaly detection, on one process. The error names the operation whose gradient is not
@@ -106,14 +106,12 @@ Errors that come from other packages, or need more than one line:
 | `CUDA error: device-side assert triggered` | often a token id without an embedding | run with `CUDA_LAUNCH_BLOCKING=1`, which names the operation; `special_tokens` and `tokens` resize the embeddings |
 | `Watchdog caught collective operation timeout` | a process has failed or waits for data, a download or a reward function | the first error in the output of all processes; `NCCL_DEBUG=INFO` for the network; `ebft preprocess` first; `ddp_timeout` for slow rewards |
 | `CheckpointError: ... different metadata` | non-reentrant gradient checkpointing with DeepSpeed's stage 3 or code that is not deterministic | `gradient_checkpointing_kwargs: {use_reentrant: true}` |
-| `lora_target_modules: '...' matches no module` | the model has no layer of this name | `lora_target_linear: true`, or names from the list in the message |
 | `... is not a local path, so it was interpreted as a Hub id` | a misspelled folder, or no access to the Hub | correct the path; `HF_HUB_OFFLINE=1` for models in the cache; `hf auth login` for gated models |
 | `num_generations: 4 does not divide 6` | a step does not consist of whole groups | make `micro_batch_size` times `gradient_accumulation_steps` a multiple of `trl.num_generations` |
 | `No usable rows are left: a block needs context_length: ...` | no anchor fits in the rows | lower `ebft.context_length`, `ebft.generate_max_len` or `ebft.min_completion_prefix` |
 | `The vLLM server at ... is not ready` | it is not started, still loads, or listens elsewhere | the last lines of `vllm.log`; `trl.vllm_server_timeout`; [the same port](vllm.md) for both commands |
 | `No available memory for the cache blocks` (vLLM) | the model and the cache do not fit | raise `vllm.gpu_memory_utilization`, lower `vllm.max_model_len`, or use another GPU than training |
-| `The vLLM server at ... serves ..., and this run trains ...` | the server was started with another model | start `ebft vllm-serve` with the config of the run |
-| `the log-probabilities it reports differ ... nats on average` | the server ignored an update, or has another adapter or precision | serve `base_model` in the same dtype; restart the server |
+| `log-probabilities differ by ... from the former` | the server ignored an update, or has another adapter or precision | serve `base_model` in the same dtype; restart the server |
 | `CAS service error` | the transfer of the Hub's large files | `HF_HUB_DISABLE_XET=1` |
 
 `EBFT_DEBUG=1` prints errors with their tracebacks, and `EBFT_LOG_LEVEL=debug` also what the libraries log.

@@ -91,7 +91,7 @@ def test_weights_in_mxfp4_become_bfloat16_in_shards_of_another_size(tmp_path):
     assert "quantization_config" not in (tmp_path / "merged/config.json").read_text()
 
 
-@pytest.mark.parametrize("kind", MULTIMODAL)
+@pytest.mark.parametrize("kind", sorted(MULTIMODAL.keys() - {"mistral3"}))  # which has no q_proj
 @pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
 def test_an_adapter_of_a_text_model_is_merged_into_the_whole_model(kind, tmp_path):
     whole = save_multimodal(kind, tmp_path / "base")

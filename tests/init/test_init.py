@@ -176,6 +176,10 @@ def test_several_files_and_a_split_for_evaluation(ebft, here, tiny_llama_dir):
     assert [entry.type for entry in found.datasets] == ["alpaca", PAIR_TYPE] and found.val_set_size == 6
 
 
+GPU = {"is_available": 1, "is_bf16_supported": 1, "current_device": 0, "device_count": 1}
+GPU["get_device_capability"] = (8, 0)
+
+
 def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data, tiny_llama_dir, monkeypatch):
     given = ["init", data("input/output", 500), "--model", tiny_llama_dir, "--overwrite"]
     assert ebft(*given).exit_code == 0 and load_config("run.yaml").learning_rate == 1e-4
@@ -189,7 +193,7 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     assert small.micro_batch_size == 1 and small.gradient_accumulation_steps == 16
     assert "a small machine, which may not be enough" in done.stdout
     with monkeypatch.context() as on_gpu:
-        for name, found in {"is_available": 1, "is_bf16_supported": 1, "current_device": 0, "device_count": 1}.items():
+        for name, found in GPU.items():
             on_gpu.setattr(torch.cuda, name, lambda found=found: found)
         ebft(*given, "adapter=")
         assert load_config("run.yaml").optimizer == "adamw_bnb_8bit"

@@ -10,6 +10,9 @@ _MOE = {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim
         "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 4,
         "top_k_experts": 2, "moe_intermediate_size": 16, "num_global_key_value_heads": 2,
         "sliding_window": 8}  # fmt: skip
+_MLA = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "head_dim": 16, "num_key_value_heads": 4}  # fmt: skip
 _VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
            "num_key_value_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 _MIXED = ["conv", "full_attention"]
@@ -20,6 +23,7 @@ MULTIMODAL = {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_vision", {"model_type": "gemma4_text", **_MOE}),
     "lfm2_vl": ("Lfm2ForCausalLM", "siglip2_vision_model", {"model_type": "lfm2", "layer_types": _MIXED}),
     "llava": ("LlamaForCausalLM", "clip_vision_model", {"model_type": "llama"}),
+    "mistral3": ("Mistral4ForCausalLM", "pixtral", {"model_type": "mistral4", **_MLA}),
     "smolvlm": ("LlamaForCausalLM", "smolvlm_vision", {"model_type": "llama"}),
 }
 

@@ -26,7 +26,7 @@ def tokenizer(make_config):
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
-    "lfm2_vl", "llava", "smolvlm"))])  # fmt: skip
+    "lfm2_vl", "llava", "mistral3", "smolvlm"))])  # fmt: skip
 def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokenizer, tmp_path):
     whole = save_multimodal(kind, base := make_base())
     with pytest.warns(UserWarning, match="the text model of a multimodal model is loaded, .*, without .. tensors"):

@@ -139,3 +139,8 @@ def test_runs_in_float8(method, inputs, tmp_path):
         ends.append([entry for entry in trainer.state.log_history if "loss" in entry][-1])
     assert ends[1]["grad_norm"] != ends[0]["grad_norm"]  # samples differ, too
     assert ends[1]["entropy"] == pytest.approx(ends[0]["entropy"], rel=0.02)
+
+
+def test_packed_documents_are_compared_without_rounding(make, recwarn):
+    train(make(fp8=True, sample_packing=True, sequence_len=96, logging_steps=1))
+    assert not any("does not separate" in str(warning.message) for warning in recwarn)

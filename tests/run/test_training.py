@@ -197,7 +197,7 @@ def test_some_layers_at_a_time(make, tmp_path):
 @pytest.mark.parametrize("keys", [{}, {"sample_packing": True, "sequence_len": 64}, STRIDED])
 def test_rows_in_their_order(make, keys):
     type = "ebft_pretrain.transform" if keys is STRIDED else "completion"
-    config = make(type, **keys, curriculum_sampling=True, shuffle_merged_datasets=False, num_epochs=1, max_steps=None)
+    config = make(type, **keys, curriculum_sampling=True, num_epochs=1, max_steps=None)
     seen = []
 
     class Spy(TrainerCallback):

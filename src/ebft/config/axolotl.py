@@ -127,6 +127,8 @@ _ELSEWHERE = {
     "eval_batch_size": "per_device_eval_batch_size",
     "learning_rate": "lr",
     "lora_modules_to_save": "modules_to_save",
+    "peft_use_dora": "use_dora",
+    "sample_packing": "packing",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_target lora_targets target_modules",
     "lr_scheduler": "lr_scheduler_type",
@@ -179,10 +181,11 @@ _IGNORED = {
     "flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum unsloth_cross_entropy_loss unsloth_lora_mlp "
     "unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope fused_attn_kernel use_dsv4_kernels "
     "use_glm_dsa_kernels dsv4_fp8_lora_kernel dsv4_shared_mlp_lora_kernel dsv4_bf16_all dsv4_fp4_grouped_mode "
-    "expert_backend moe_grouped_backend moe_dequant_chunk_size moe_bnb_fast llama4_linearized_experts "
+    "expert_backend moe_grouped_backend moe_dequant_chunk_size moe_bnb_fast "
     "lora_embedding_kernel lora_mlp_kernel lora_qkv_kernel lora_o_kernel": _OWN_LAYERS,
     "use_scattermoe use_sonicmoe use_kernels": "experts are computed with transformers' own kernels; see "
     "experts_implementation",
+    "llama4_linearized_experts": "experts are stacked, as in the original checkpoint, which base_model must name",
     "xformers_attention": "the model's default has the same memory-efficient kernels where it is sdpa",
     "gemma4_hybrid_attn_impl large_head_attention flash_attn_d512 sdpa_varlen": "all layers use attn_implementation; "
     "if it does not support the head size of one, as flash_attention_2 in Gemma 4, leave it unset",

@@ -104,7 +104,7 @@ def load_sections(config: DataSettings, load_entry: LoadEntry) -> LoadedRows:
     elif config.val_set_size:
         train, evaluation = _hold_out(train, documents, config)
     train = weighted(train, config.datasets, documents.firsts, config.seed)
-    if config.shuffle_merged_datasets:
+    if config.shuffle_merged_datasets and not config.curriculum_sampling:
         seed = config.seed if config.data_seed is None else config.data_seed
         train = shuffle_rows(train, seed)
     return LoadedRows(train, evaluation, reports)

@@ -292,8 +292,8 @@ class StreamRows(torch.utils.data.IterableDataset):
             if block.ends_pass:
                 if not found:
                     raise DataError(
-                        "datasets: no document of the stream has text to train on. Check the column (field, or "
-                        "text_column of pretraining_dataset)."
+                        "datasets: no document of the stream has text to train on. Check the columns (field, or "
+                        "text_column of pretraining_dataset), and sequence_len."
                     )
                 found = False
 
@@ -317,7 +317,7 @@ def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> S
     for number, source in enumerate(_sources(config.datasets)):
         encode(Document(number, *source.next_row()))
     seed = config.seed if config.data_seed is None else config.data_seed
-    order = seed if config.shuffle_merged_datasets else None
+    order = seed if config.shuffle_merged_datasets and not config.curriculum_sampling else None
     open_all, size = partial(_sources, config.datasets), config.streaming_multipack_buffer_size
     weights = [entry.weight for entry in config.datasets]
     shares = [1.0 if weight is None else weight for weight in weights] if any(weights) else None
@@ -328,7 +328,7 @@ def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> S
 def order_of(config: StreamSettings) -> dict[str, Any]:
     """The settings that the order of the documents depends on, by key, as JSON values."""
     entries = [entry.model_dump(include=set(_SOURCE), exclude_defaults=True) for entry in config.datasets]
-    shuffles = config.shuffle_merged_datasets
+    shuffles = config.shuffle_merged_datasets and not config.curriculum_sampling
     seed = config.seed if config.data_seed is None else config.data_seed
     return {
         "datasets": entries,
@@ -356,7 +356,11 @@ class _Encoder:
         tokens = Labelled((row["input_ids"] or [])[:end], (row["labels"] or [])[:end], is_whole)
         reason = row["reason"]
         if not reason and is_whole and all(label == IGNORE for label in tokens.labels):
-            reason = row_counts.NO_REFERENCE
+            reason = (
+                row_counts.PROMPT_TOO_LONG
+                if any(label != IGNORE for label in row["labels"])
+                else row_counts.NO_REFERENCE
+            )
         note = f"left out: {reason}" if reason else "" if tokens.ids == row["input_ids"] else "cut to sequence_len"
         if note and note not in self._told:
             self._told.add(note)

@@ -30,7 +30,7 @@ SHARDED = "SHARDED_STATE_DICT"
 _WORDS = ("full_shard", "shard_grad_op", "auto_wrap", "offload")
 
 
-def fsdp_problems(config: BaseConfig, runs_plain_model: bool) -> Iterator[str]:
+def fsdp_problems(config: BaseConfig) -> Iterator[str]:
     """What contradicts `fsdp` and `fsdp_config`."""
     if not (config.fsdp or config.fsdp_config):
         return
@@ -41,8 +41,6 @@ def fsdp_problems(config: BaseConfig, runs_plain_model: bool) -> Iterator[str]:
     unknown = [word for word in _words(config) if word not in _WORDS]
     if unknown:
         yield f"fsdp: {unknown[0]!r} is not supported. Set fsdp: true, or choose from {', '.join(_WORDS)}."
-    if details.activation_checkpointing and not runs_plain_model:
-        yield "fsdp_config.activation_checkpointing is only supported by SFT. Set gradient_checkpointing: true instead."
     if details.state_dict_type == SHARDED and config.save_only_model:
         yield f"save_only_model: true is incompatible with fsdp_config.state_dict_type: {SHARDED}. Remove one."
     if config.save_only_model and config.load_best_model_at_end:
@@ -54,7 +52,8 @@ def fsdp_arguments(config: BaseConfig) -> dict[str, Any]:
     if not config.fsdp:
         return {}
     details = config.fsdp_config.model_dump(exclude_unset=True, exclude_none=True) if config.fsdp_config else {}
-    details.pop("final_state_dict_type", None)
+    for name in ("final_state_dict_type", "activation_checkpointing"):
+        details.pop(name, None)
     words = _words(config)
     if "offload" in words:
         details.setdefault("cpu_offload", True)

@@ -91,7 +91,7 @@ class PreferenceMethod(Method):
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
-            yield "precompute_ref_log_probs: true is not supported with several processes, since TRL writes one file."
+            yield "precompute_ref_log_probs: true is not supported with several processes. Remove it."
 
     def resolve(self, config: MethodConfig) -> None:
         super().resolve(config)
@@ -218,6 +218,7 @@ class KTO(PreferenceMethod):
     data = "completions with a label"
     arguments = "trl:KTOConfig"
     trainer = "ebft.preferences.trainers:KTOTrainer"
+    unsupported = PreferenceMethod.unsupported | {"curriculum_sampling": "batches are drawn at random"}
     own = {"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"}
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:

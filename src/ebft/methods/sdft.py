@@ -161,7 +161,7 @@ class SDFT(Method):
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         trl = config.trl
         found = {name: getattr(trl, name) for name in _SAMPLING} | config.sdft.model_dump()
-        return found | whole_groups(config)
+        return found | whole_groups(config) | {"shuffle_dataset": not config.curriculum_sampling}
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         return class_at(self.trainer)(model, template_kwargs=config.chat_template_kwargs, **common)

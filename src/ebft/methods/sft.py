@@ -34,13 +34,13 @@ class SFTKeys(Section):
     use_dynamic_finetuning: bool = False
     """Weight the cross-entropy of each token with its probability (DFT, arXiv:2508.05629)."""
     use_eaft: bool = False
-    """Weight the cross-entropy of each token with the entropy of the eaft_k most likely tokens, to the power of
-    eaft_alpha (entropy-adaptive fine-tuning, EAFT)."""
+    """Weight the cross-entropy of each token with the entropy, in nats, of the eaft_k most likely tokens, to the
+    power of eaft_alpha (entropy-adaptive fine-tuning, EAFT). It is not divided by its maximum, ln eaft_k."""
     eaft_alpha: float = Field(1.0, ge=0, description="Exponent of the entropy, see use_eaft.")
     eaft_k: int = Field(20, ge=2, description="Number of tokens of the entropy, see use_eaft.")
     lisa_n_layers: Annotated[int, Field(ge=1)] | None = None
     """Train as many decoder layers at a time, drawn anew every lisa_step_interval steps, and all other weights (LISA,
-    arXiv:2403.17919). Optimizer states of the other layers are dropped. Without an adapter, in one process."""
+    arXiv:2403.17919). Optimizer states of the other layers are dropped. SFT without an adapter, in one process."""
     lisa_step_interval: int = Field(20, ge=1, description="Steps with the same layers, see lisa_n_layers.")
     lisa_layers_attribute: str = Field("model.layers", description="Name of the list of layers, see lisa_n_layers.")
     liger_rope: bool = False
@@ -79,6 +79,10 @@ class SFT(Method):
         weighted = [key for key in ("use_dynamic_finetuning", "use_eaft") if getattr(config, key)]
         if len(weighted) + (config.chunked_cross_entropy is True) > 1:
             yield f"{weighted[0]} has a loss of its own. Remove the other loss, or chunked_cross_entropy."
+        if weighted and config.overrides_of_model_config.output_router_logits:
+            yield f"{weighted[0]} excludes overrides_of_model_config.output_router_logits. Remove one."
+        if config.lisa_n_layers and config.streaming:
+            yield "lisa_n_layers is not supported with streaming. Remove one."
         if config.lisa_n_layers and (config.adapter or config.fsdp or config.deepspeed or config.unfrozen_parameters):
             yield "lisa_n_layers is for all weights on one GPU. Remove adapter, unfrozen_parameters, fsdp or deepspeed."
 
@@ -160,8 +164,11 @@ class SFT(Method):
 
             common["data_collator"] = StreamCollator(tokenizer.pad_token_id)
             return StreamTrainer(order_of(config), packs=config.pretrain_multipack_attn, model=model, **common)
-        from ebft.sft.trainer import SFTTrainer
+        from ebft.sft.trainer import SFTTrainer, TrainSomeLayers
 
+        if config.lisa_n_layers:
+            drawn = config.lisa_n_layers, config.lisa_step_interval, config.seed
+            common["callbacks"] = [*common["callbacks"], TrainSomeLayers(model, config.lisa_layers_attribute, *drawn)]
         collator = JoiningCollator(tokenizer.pad_token_id)
         return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
 

@@ -49,10 +49,16 @@ def pretrained_config(name: str, **options: Any) -> Any:
     return text_model_config(transformers.AutoConfig.from_pretrained(name, **options))
 
 
+# Types of causal LMs that transformers' AutoModelForCausalLM does not list.
+_UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
+
+
 def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the text model of a multimodal one, if transformers has it as a causal LM; else `found`."""
     text = found.get_text_config()
     is_multimodal = text is not found and len(found.sub_configs) > 1 and not text.is_encoder_decoder
+    if (name := _UNLISTED.get(text.model_type)) and type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        transformers.AutoModelForCausalLM.register(type(text), getattr(transformers, name), exist_ok=True)
     # Multimodal models with these text models do not scale logits, but the text model alone does.
     scales = any(hasattr(text, name) for name in ("logit_scale", "logits_scaling"))
     if not is_multimodal or scales or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

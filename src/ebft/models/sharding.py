@@ -72,6 +72,8 @@ def set_up(accelerator: Any, settings: dict[str, Any]) -> bool:
     Returns whether it does. From here on, `load_complete` keeps weights on every process: only the policy gets them
     later.
     """
+    if settings.get("activation_checkpointing"):
+        raise ConfigError("fsdp_config.activation_checkpointing is not supported. Set gradient_checkpointing.")
     plugin, state = utils.FullyShardedDataParallelPlugin(**settings), accelerator.state
     if state.distributed_type == utils.DistributedType.MULTI_CPU:
         if accelerator.mixed_precision != "no":

@@ -97,9 +97,11 @@ class TernaryLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.rounds_inputs:
-            scale = input.detach().abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
-            input = input + ((input / scale).round() * scale - input).detach()
-        return F.linear(input, self.weight + (ternary(self.weight) - self.weight).detach(), self.bias)
+            given, scale = input.detach(), input.detach().abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
+            # A tensor minus itself adds a gradient to rounded values, and no rounding error.
+            input = (given / scale).round().clamp(-127, 127) * scale + (input - given)
+        weight = self.weight.detach()
+        return F.linear(input, ternary(weight) + (self.weight - weight), self.bias)
 
 
 SMALLEST = 1e-5  # a scale
@@ -150,7 +152,7 @@ def prepare_rounding(model: PreTrainedModel, wanted: QatSection) -> None:
         quantize_(model, settings, lambda module, name: name in plain)
     if embeddings:
         quantize_(model, QATConfig(weight_config=of_integers()), lambda module, name: name in embeddings)
-    _suspend(model)
+    suspend_rounding(model)
 
 
 def prepare_float8(model: PreTrainedModel) -> None:
@@ -165,11 +167,11 @@ def prepare_float8(model: PreTrainedModel) -> None:
     )
     # Numbers of tokens that 16 does not divide are padded.
     convert_to_float8_training(model, config=Float8LinearConfig(pad_inner_dim=True), module_filter_fn=fits)
-    if not _suspend(model):
+    if not suspend_rounding(model):
         raise ModelError("fp8 finds no linear layers whose sizes 16 divides. Remove it.")
 
 
-def _suspend(model: nn.Module) -> bool:
+def suspend_rounding(model: nn.Module) -> bool:
     """Give layers that round the class that they had before, until `round_weights`; whether there are any."""
     found = False
     for module in model.modules():

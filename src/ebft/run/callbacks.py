@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -34,10 +33,6 @@ def callbacks_of(config: RunConfig) -> Iterator[TrainerCallback]:
         yield LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE)
     if config.fp8 or config.qat is not None:
         yield RoundWeights((config.qat and config.qat.fake_quant_after_n_steps) or 0)
-    if config.lisa_n_layers is not None:
-        yield TrainSomeLayers(
-            config.lisa_n_layers, config.lisa_step_interval, config.lisa_layers_attribute, config.seed
-        )
     if config.profiler_steps is not None:
         yield ProfileSteps(profiled_steps(config.profiler_steps, config.profiler_steps_start))
 
@@ -54,29 +49,6 @@ class RoundWeights(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= self._after:
             round_weights(kwargs["model"])
-
-
-class TrainSomeLayers(TrainerCallback):
-    """Trains `count` layers at a time, drawn for each `interval` of steps (LISA, algorithm 1 of arXiv:2403.17919)."""
-
-    def __init__(self, count: int, interval: int, attribute: str, seed: int) -> None:
-        self._count, self._interval, self._attribute, self._seed = count, interval, attribute, seed
-        self._period: int | None = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        period = state.global_step // self._interval
-        if period == self._period:
-            return
-        self._period = period  # which determines the draw, so that a resumed run trains the same layers
-        with errors.doing(f"choosing layers of {self._attribute} (lisa_layers_attribute, lisa_n_layers)"):
-            layers = kwargs["model"].get_submodule(self._attribute)
-            draw = np.random.default_rng([self._seed, period])
-            chosen = draw.choice(len(layers), self._count, replace=False)
-        for number, layer in enumerate(layers):
-            layer.requires_grad_(number in chosen)
-            for weight in [] if number in chosen else layer.parameters():
-                weight.grad = None
-                kwargs["optimizer"].state.pop(weight, None)
 
 
 class ProfileSteps(TrainerCallback):

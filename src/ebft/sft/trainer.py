@@ -11,6 +11,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from ebft.data.stream import SKIPPED, Position
 from ebft.data.transforms.rows import IGNORE
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
+from ebft.models.weights import round_weights, suspend_rounding
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.prefix.forward import take_programs
 from ebft.sft import packed
@@ -213,6 +215,15 @@ class SFTTrainer(OverTrainer):
         return loss, nll, self.router_loss(outputs)
 
     def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+        joins = self._is_unchecked and not self._unpacks and (self._flattens or "position_ids" in inputs)
+        if not (self._checks_chunks or joins):
+            return
+        rounds = suspend_rounding(self.model)  # scales of float8 depend on all tokens of a pass
+        self._check(model, inputs, joins)
+        if rounds:
+            round_weights(self.model)
+
+    def _check(self, model: nn.Module, inputs: dict[str, Tensor], joins: bool) -> None:
         """Compare chunks with the model's own logits before the first batch, when the model is placed and sharded, and
         packed with separate documents before the first packed batch.
         """
@@ -220,7 +231,7 @@ class SFTTrainer(OverTrainer):
             with self.accelerator.autocast():
                 check_chunks(model, unwrap_adapter(self.model))
             self._checks_chunks = False
-        if not self._is_unchecked or self._unpacks or not (self._flattens or "position_ids" in inputs):
+        if not joins:
             return
         reason = packed.why_not_joined(self.model)
         if reason is None:
@@ -322,3 +333,29 @@ class StreamCollator(JoiningCollator):
         if "position" in rows[0]:
             batch |= {"position": rows[-1]["position"], "pieces": sum(row["pieces"] for row in rows)}
         return batch
+
+
+class TrainSomeLayers(TrainerCallback):
+    """Trains `count` of the layers `name` at a time, drawn for each `interval` of steps (LISA, algorithm 1 of
+    arXiv:2403.17919). Raises ModelError for layers that the model does not have."""
+
+    def __init__(self, model: nn.Module, name: str, count: int, interval: int, seed: int) -> None:
+        found = dict(model.named_modules()).get(name)
+        size = len(found) if isinstance(found, nn.ModuleList) else 0
+        if count > size:
+            raise errors.ModelError(f"lisa_n_layers: {count}, but {name} (lisa_layers_attribute) has {size} layers.")
+        self._layers, self._count, self._interval, self._seed = found, count, interval, seed
+        self._period: int | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        period = state.global_step // self._interval
+        if period == self._period:
+            return
+        self._period = period  # which determines the draw, so that a resumed run trains the same layers
+        draw = np.random.default_rng([self._seed, period])
+        chosen = draw.choice(len(self._layers), self._count, replace=False)
+        for number, layer in enumerate(self._layers):
+            layer.requires_grad_(number in chosen)
+            for weight in [] if number in chosen else layer.parameters():
+                weight.grad = None
+                kwargs["optimizer"].state.pop(weight, None)

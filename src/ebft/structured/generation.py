@@ -186,7 +186,9 @@ class Generation:
         """See `RolloutGRPOTrainer.sample`."""
         trainer = self._trainer
         if self.server is None and (trainer.use_vllm or is_sharded(trainer.model)):
-            raise ConfigError("trainer.sample needs vllm_mode: managed with a colocated vLLM, with FSDP2 and ZeRO-3.")
+            raise ConfigError(
+                "trainer.sample does not support vllm_mode: colocate, FSDP2 and ZeRO-3. Set vllm_mode: managed."
+            )
         self._evaluate_current_weights()
         limits = self._limits()
         longest = limits.max_completion_length if max_tokens is None else max_tokens

@@ -282,7 +282,8 @@ class RolloutGRPOTrainer(OverTRL):
             raise ConfigError("With FSDP2, train() shards the model. Call it before evaluate(), or remove fsdp.")
         if self.args.eval_batch_size % self.num_generations_eval:
             raise ConfigError(
-                "per_device_eval_batch_size must be a multiple of num_generations_eval (num_generations)."
+                f"per_device_eval_batch_size ({self.args.eval_batch_size}) must be a multiple of "
+                f"{self.num_generations_eval} (num_generations_eval, or num_generations)."
             )
         self.held_out_completions = HeldOutCompletions(metric_key_prefix)
         with torch.random.fork_rng():  # completions of an evaluation must not change training after it

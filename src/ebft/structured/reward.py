@@ -164,7 +164,7 @@ class FeatureMatchingReward:
             group = slice(start, start + n)
             if any(row != rows[start] for row in rows[group]):
                 raise ValueError(
-                    f"completions {start} to {start + n - 1} have different prompts or references (num_generations)"
+                    f"completions {start} to {start + n - 1} have different prompts or references: set num_generations"
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():

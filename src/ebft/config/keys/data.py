@@ -237,6 +237,8 @@ class DataKeys(Section):
     unset, rows are prepared in every run and not stored."""
     dataset_num_proc: int = Field(1, ge=1, le=4096, description="Number of processes for preparing the data.")
     shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows after all sources are joined.")
+    curriculum_sampling: bool = False
+    """Train on rows in the order of the files, and pack them in it; not with kto."""
     sequence_len: int = Field(512, ge=2, le=MAX_LENGTH)
     """Maximum number of tokens per row. Longer rows of tokens are cut; prompts that are longer with their reference are
     dropped."""
@@ -315,8 +317,8 @@ class StreamKeys(Section):
     """SFT: streams of raw text to train on instead of datasets: a list of entries, one entry, or a path. The same as
     datasets with type: completion and streaming: true."""
     streaming: bool = False
-    """SFT: read datasets of type: completion while training runs, instead of preparing all rows before it. Documents
-    are concatenated, and cut into rows of exactly sequence_len tokens. Needs max_steps."""
+    """SFT: read datasets while training runs, instead of preparing all rows before it. Documents are concatenated, and
+    with type: completion cut into rows of exactly sequence_len tokens. Needs max_steps."""
     streaming_multipack_buffer_size: int = Field(10_000, ge=1)
     """streaming: number of documents that are in memory, and are shuffled together if shuffle_merged_datasets is
     true."""

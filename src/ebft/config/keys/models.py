@@ -292,7 +292,7 @@ class FSDPKeys(Section):
     """Class names of the decoder layers. If unset, those that the model declares."""
     min_num_params: int = Field(0, ge=0, description="Number of parameters for SIZE_BASED_WRAP.")
     activation_checkpointing: bool = False
-    """Recompute the activations of each decoder layer. SFT only; see gradient_checkpointing."""
+    """The same as gradient_checkpointing."""
 
     @model_validator(mode="before")
     @classmethod

@@ -139,8 +139,6 @@ class LengthKeys(SeedKeys):
         return self
 
     group_by_length: bool = Field(False, description="Group rows of similar length into batches.")
-    curriculum_sampling: bool = False
-    """Train on rows, and pack them, in their order: of the files, with shuffle_merged_datasets: false."""
     dataloader_num_workers: int = Field(0, ge=0, le=MAX_WORKERS, description="Number of processes that load batches.")
     dataloader_prefetch_factor: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = None
     """Number of batches that each of these processes loads in advance. If unset, 2."""

@@ -50,6 +50,8 @@ def expert_problems(config: MethodConfig, key: str) -> Iterator[str]:
     for other, reason in excluded.items():
         if getattr(config, other):
             yield f"{key} is not supported with {other}: {reason}. Remove one."
+    if config.lora_dropout:
+        yield f"{key} is not supported with lora_dropout, which PEFT refuses for parameters. Remove it."
     if config.fsdp_config and config.fsdp_config.auto_wrap_policy == "SIZE_BASED_WRAP":
         yield f"{key} is not supported with auto_wrap_policy: SIZE_BASED_WRAP, which gathers experts alone. Remove it."
     if config.peft_init_lora_weights == "orthogonal":
@@ -167,9 +169,9 @@ def _excluded(c: MethodConfig) -> Iterator[str]:
 
 def refuse_contradictions(config: MethodConfig) -> None:
     """Raise a ConfigError that lists all contradictions between the keys of `config`."""
-    fsdp = lambda config: fsdp_problems(config, config.method.runs_plain_model)
     checks = (contradictory_selection, _adapter, _both_set, _needs_another, _excluded, _of_axolotl, _model_type,
-              _schedule, fsdp, entry_conflicts, stream_problems, _chat_templates, config.method.conflicts)  # fmt: skip
+              _schedule, fsdp_problems, entry_conflicts, stream_problems, _chat_templates,
+              config.method.conflicts)  # fmt: skip
     found = [message for check in checks for message in check(config)]
     if found:
         raise ConfigError("\n".join(found))
@@ -303,9 +305,9 @@ def _without_effect(c: MethodConfig) -> Iterator[str]:
     if c.deepspeed is not None and c.method.rows in ("preferences", "labelled", "comparisons", "steps"):
         c.deepspeed = None
         yield f"deepspeed has no effect with {c.method.name}: each process has the whole model, unless fsdp is set."
-    if c.fsdp_config is not None and c.fsdp_config.activation_checkpointing and c.gradient_checkpointing:
-        c.gradient_checkpointing = False
-        yield "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing does the same."
+    if c.fsdp_config is not None and c.fsdp_config.activation_checkpointing:
+        # accelerate's own gives weights other names, with which PEFT saves adapters without weights.
+        c.gradient_checkpointing, c.fsdp_config.activation_checkpointing = True, False
     if (kernel := c.experts_implementation) in ("scattermoe", "sonicmoe"):
         c.experts_implementation = None
         yield f"experts_implementation: {kernel} is replaced with grouped_mm of transformers, if the machine has it."

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # Keys that are not supported with streaming, and what follows these words.
 _NOT_STREAMED = {
     "val_set_size": ": a stream has no length. Set test_datasets, or remove it.",
-    "excess_length_strategy": ", where documents are cut at the ends of rows. Remove it.",
+    "excess_length_strategy": ", which cuts texts at the ends of rows, and chats at sequence_len. Remove it.",
     "dataset_exact_deduplication": ", which does not keep the documents that it has read. Remove it, or remove "
     "repeated documents from the files.",
     "group_by_length": ", where all rows have the same length. Remove it.",
