@@ -197,9 +197,10 @@ def test_non_finite_numbers_stop_before_the_update(tmp_path):
 
 
 def test_one_sample_falls_back_to_reinforce_with_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match="n_samples_per_prompt"):
-        trainer = make(tmp_path, evaluation=HELD_OUT, n_samples_per_prompt=1, max_steps=1)
+    with pytest.warns(UserWarning, match="n_samples_per_prompt: 1 .* use_whitening is set to false"):
+        trainer = make(tmp_path, evaluation=HELD_OUT, n_samples_per_prompt=1, use_whitening=True, max_steps=1)
     assert trainer.args.advantage_estimator == "reinforce" and trainer.args.diversity_coef == 0
+    assert not trainer.args.use_whitening
     trainer.train()
     assert trainer.evaluate()["eval_cfm_loss"] > 0
 
