@@ -68,11 +68,9 @@ def cut_arrow(path: Path) -> None:
 
 
 READ_IN_TWO_WAYS = [
-    *both("a broken third line", GOOD_LINE * 2 + '{"text": \n', "line 3"),
     *both("a key twice", GOOD_LINE + '{"text": "a b c d e f", "text": "b"}\n', "line 2", "'text' occurs 2 times"),
     *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode())),
     *both("only a header", "text\n", file="d.csv"),
-    *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
     *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "utf-8", file="d.csv"),
     *both("cut off arrow", cut_arrow, "Arrow", file="d.arrow"),
 ]  # fmt: skip
