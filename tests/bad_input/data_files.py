@@ -10,6 +10,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from tests.bad_input.cases import ROWS, TEXT, Case, bad, entry, good
+from tests.bad_input.models import Evil
 
 GOOD_LINE = json.dumps({"text": TEXT * 2}) + "\n"
 
@@ -32,11 +33,7 @@ def parquet(path: Path) -> None:
 
 
 def pickled(path: Path) -> None:
-    class Evil:
-        def __reduce__(self):
-            return Path.touch, (path.parent / "pwned",)
-
-    path.write_bytes(pickle.dumps(Evil()))
+    path.write_bytes(pickle.dumps(Evil(str(path.parent / "pwned"))))
 
 
 def saved(path: Path) -> None:

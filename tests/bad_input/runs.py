@@ -6,8 +6,6 @@ from tests.bad_input.cases import GRPO, ROWS, TEXT, Case, bad, entry, good
 
 CHECK = "config --check run.yaml"
 CONFIGS = [
-    bad("python object", "run.yaml", config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
-        command=CHECK, absent=("pwned",)),
     bad("folder", "folder.yaml", files={"folder.yaml/a": "x"}, command="config --check folder.yaml"),
     bad("an empty type, which means the default columns", "rows.jsonl", "row 0", "Set field_instruction",
         config={"datasets": [{"path": "rows.jsonl", "type": {}}]}),
