@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
+
+from tests.serving.processes import free_port
 
 _SERVER = multiprocessing.get_context("forkserver")
 OURS = ["ebft.preferences.trainers", "ebft.run.training", "ebft.sft.trainer", "ebft.strided", "ebft.structured"]
@@ -23,18 +24,22 @@ _STACKS = signal.SIGUSR1
 
 def run_module(module: str, processes: int, *arguments: str) -> None:
     """Run `module` as `__main__` with these arguments in each process; the output of one that fails is in the error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs, started = [Path(folder, str(rank)) for rank in range(processes)], []
         for rank, log in enumerate(logs):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-            environment = {name: str(value) for name, value in (ranks | address).items()} if processes > 1 else {}
+            environment = environment_of(rank, processes, port)
             started.append(_SERVER.Process(target=_main, args=(module, arguments, environment, log)))
             started[-1].start()
         codes = exit_codes(started)
         assert codes == [0] * processes, f"exit codes {codes}\n" + "\n".join(log.read_text()[-3000:] for log in logs)
+
+
+def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells one of `count` processes; nothing if it is the only one."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in (ranks | address).items()} if count > 1 else {}
 
 
 def exit_codes(started: list[Any]) -> list[int]:

@@ -1,15 +1,14 @@
-"""Self-distillation: the loss against plain passes, what the teacher reads, resuming, and what is refused."""
+"""Self-distillation: the loss against plain passes, what the teacher reads, and what is refused."""
 
 import json
 import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from ebft import RunConfig, errors, train
-from tests.golden.runs import LORA, is_of_the_machine, sentence
+from tests.golden.runs import LORA, sentence
 from tests.preferences.runs import write_inputs
 
 TEXTS = [{"input": sentence(number, 2 + number % 4), "output": sentence(number + 5, 1 + number % 3)}
@@ -99,23 +98,6 @@ def test_loss_and_gradients_are_those_of_plain_passes(adapter, rows, positions, 
             assert torch.cosine_similarity(found[name].flatten(), weight.grad.flatten(), dim=0) > 0.99
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_unbroken_one(tmp_path):
-    """In the second epoch, with evaluations, which change nothing of training."""
-    write_inputs(tmp_path)
-    keys = {"max_steps": 5, "logging_steps": 3, "save_strategy": "steps", "save_steps": 3, "val_set_size": 2}
-    runs = [trained(tmp_path, **keys, eval_steps=2)]
-    runs += [trained(tmp_path, **keys, eval_steps=2, output_dir=str(tmp_path / "again"),
-                     resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))]  # fmt: skip
-    runs += [trained(tmp_path, **keys, eval_steps=5, output_dir=str(tmp_path / "quiet"))]
-    logs = [[{name: value for name, value in entry.items() if not is_of_the_machine(name)} for entry in
-             run.trainer.state.log_history if entry["step"] > 3] for run in runs]  # fmt: skip
-    assert logs[0] == logs[1]
-    assert runs[0].metrics["budget/documents"] == 20
-    first, *others = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again", "quiet"))
-    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
-
-
 def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="trl.beta, log_rollouts: all, sample_packing: true: no effect with rl: sdft"):
         config_of(tmp_path, log_rollouts="all", sample_packing=True, trl={"beta": 0.1})
@@ -151,8 +133,10 @@ def test_held_out_loss_is_the_mean_over_completions_whatever_the_batches(tmp_pat
 def test_nothing_of_the_model_changes_samples_or_losses(tmp_path):
     """Its dropout, which models apply in training, and its generation config."""
     write_inputs(tmp_path)
-    plain = trained(tmp_path).trainer.state.log_history[0]["loss"]
+    first = trained(tmp_path)
+    assert first.metrics["budget/documents"] == 8
     for file, values in (("config.json", {"attention_dropout": 0.5}), ("generation_config.json", {"min_p": 0.9})):
         path = tmp_path / "model" / file
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    assert trained(tmp_path).trainer.state.log_history[0]["loss"] == plain
+    plain, changed = (run.trainer.state.log_history[0]["loss"] for run in (first, trained(tmp_path)))
+    assert changed == plain

@@ -10,6 +10,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from tests.bad_input.cases import ROWS, TEXT, Case, bad, entry, good
+from tests.bad_input.models import Evil
 
 GOOD_LINE = json.dumps({"text": TEXT * 2}) + "\n"
 
@@ -32,11 +33,7 @@ def parquet(path: Path) -> None:
 
 
 def pickled(path: Path) -> None:
-    class Evil:
-        def __reduce__(self):
-            return Path.touch, (path.parent / "pwned",)
-
-    path.write_bytes(pickle.dumps(Evil()))
+    path.write_bytes(pickle.dumps(Evil(str(path.parent / "pwned"))))
 
 
 def saved(path: Path) -> None:
@@ -68,11 +65,9 @@ def cut_arrow(path: Path) -> None:
 
 
 READ_IN_TWO_WAYS = [
-    *both("a broken third line", GOOD_LINE * 2 + '{"text": \n', "line 3"),
     *both("a key twice", GOOD_LINE + '{"text": "a b c d e f", "text": "b"}\n', "line 2", "'text' occurs 2 times"),
     *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode())),
     *both("only a header", "text\n", file="d.csv"),
-    *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
     *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "utf-8", file="d.csv"),
     *both("cut off arrow", cut_arrow, "Arrow", file="d.arrow"),
 ]  # fmt: skip

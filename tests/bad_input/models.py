@@ -140,7 +140,6 @@ MODELS = [
     model("no tokenizer", edit.then(edit.settings(model_type="codegen"), no_tokenizer), "has no tokenizer", "_config"),
     model("a smaller tensor", edit.values(lambda own: own[:5].clone(), "layers.0.self_attn.q_proj"), "q_proj"),
     model("a shard missing", lost_shard, "safetensors"),
-    model("weights are NaN", edit.values(lambda own: own * float("nan")), "NaN", "embed_tokens"),
     model("one value is infinite", edit.values(one_infinite, "embed_tokens"), "infinite values", "(model.embed_tokens"),
     model("weights are zeros", edit.values(lambda own: own * 0), "embeddings of all tokens are equal"),
     model("int32 weights", stored_as("int32"), "stored as torch.int32", "no quantization_config"),

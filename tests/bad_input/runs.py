@@ -3,12 +3,9 @@
 from typing import Any
 
 from tests.bad_input.cases import GRPO, ROWS, TEXT, Case, bad, entry, good
-from tests.bad_input.models import LORA
 
 CHECK = "config --check run.yaml"
 CONFIGS = [
-    bad("python object", "run.yaml", config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
-        command=CHECK, absent=("pwned",)),
     bad("folder", "folder.yaml", files={"folder.yaml/a": "x"}, command="config --check folder.yaml"),
     bad("an empty type, which means the default columns", "rows.jsonl", "row 0", "Set field_instruction",
         config={"datasets": [{"path": "rows.jsonl", "type": {}}]}),
@@ -25,8 +22,6 @@ CONFIGS = [
 OLD = {"adapter": "lora", "lora_model_dir": "old", "output_dir": "old"}
 FOLDERS = [
     bad("below a file", "output_dir", config={"output_dir": "rows.jsonl/out"}),
-    bad("the base model", "output_dir", "base_model", config={"output_dir": "model"},
-        unchanged=("model/model.safetensors",)),
     bad("the adapter that is continued", "output_dir", "lora_model_dir", config=OLD,
         files={"old/adapter_config.json": "{}"}, unchanged=("old/adapter_config.json",)),
     bad("evaluate: --output is another file", "data.json", "not the result", files={"data.json": "{}"},
@@ -35,9 +30,6 @@ FOLDERS = [
         files={"project/data/train.jsonl": ROWS, "project/summary.json": "{}"},
         unchanged=("project/data/train.jsonl",)),
     bad("no checkpoint", "resume_from_checkpoint", config={"resume_from_checkpoint": "out/checkpoint-1"}),
-    bad("no server", "9", config={**GRPO, **LORA, "trl": GRPO["trl"] | {
-        "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 1}},
-        files={"my_rewards.py": "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"}),
     good("home", config={"output_dir": "~/runs"}, absent=("~",), unchanged=("runs",)),
     good("next to the files of the data", config={"output_dir": "texts/out"}, files={"texts/a.txt": TEXT},
          command="train run.yaml datasets.0.path=texts datasets.0.data_files=a.txt"),
@@ -68,18 +60,13 @@ EXITS = STEP.format("import sys; sys.exit(0)")
 MAIN = "from transformers import TrainerCallback\n\n\nclass Own(TrainerCallback):\n    "
 AXOLOTL = "from axolotl.integrations.base import BasePlugin\n\n\nclass Own(BasePlugin): ...\n"
 USER_CODE = [
-    module("raises", STEP.format('raise KeyError("missing")'), "own.py, line 4"),
     module("exits with 0", EXITS, "own.py, line 4"),
     module("exits in two processes", EXITS, "own.py, line 4", dataset_num_proc=2),
-    returns("floats", "[1.5] * 20", "row 0: the row contains 1.5"),
     returns("half of a token", "[1] * 20", "Float value 1.5", more=', "prompt_length": 1.5'),
     returns("NumPy arrays", '__import__("numpy").arange(20)', make=good),
     bad("transform: not there", "nowhere", config=entry(type="nowhere.transform")),
     module("syntax error", "def transform(cfg:\n    pass\n", "SyntaxError"),
     module("transform_fn takes one argument", "def transform(cfg, **kw): return (lambda row: row), {}\n", "tokenizer"),
-    bad("reward: raises in a worker", "my_rewards.py, line 2", trains=True,
-        config={**GRPO, "trl": GRPO["trl"] | {"reward_num_workers": 2}},
-        files={"my_rewards.py": "def score(prompts, **columns):\n    raise KeyError('missing')\n"}),
     bad("plugin: raises in training", "missing", config={"plugins": ["own.Own"]}, trains=True,
         files={"own.py": f"{MAIN}def on_train_begin(self, *a, **k): raise KeyError('missing')\n"}),
     bad("plugin: of axolotl, with its base class", "No module named 'axolotl'", config={"plugins": ["own.Own"]},

@@ -35,17 +35,11 @@ def run(output: Path, *arguments: str) -> tuple[dict, str]:
     return json.loads(printed.getvalue().splitlines()[-1]), printed.getvalue()
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
-    output = tmp_path_factory.mktemp("benchmark") / "results.json"
+def test_what_is_measured_adds_up(tmp_path):
+    output = tmp_path / "results.json"
     lengths = ("--lengths", "24", "40", "--alone", "64", "--dtypes", "float32", "bfloat16", "--variant-lengths", "40")
     extra = ("--overhead-steps", "4", "--overhead-length", "32", "--recompile-steps", "2")
     results, printed = run(output, *lengths, *extra, "--wheel", "missing.whl")
-    return output, results, printed
-
-
-def test_what_is_measured_adds_up(small_run):
-    output, results, printed = small_run
     assert json.loads(output.read_text()) == results and "ours bfloat16 / ours: " in printed
     variants = ["ours", "ours bfloat16", "ours second forward"]
     assert [list(entry["sides"]) for entry in results["lengths"]] == [["ours"], variants, ["ours"]]

@@ -4,25 +4,21 @@ import json
 import re
 
 import pytest
-import yaml
 
 from tests.cli.conftest import plain
 
 
 @pytest.fixture
-def run_file(tiny_llama_dir, tmp_path, monkeypatch):
+def run_file(run_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"input": f"question {i} is", "output": f" answer <b>{i}</b> and no other"} for i in range(8)]
     rows.append({"input": "nothing", "output": ""})
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    config = {"base_model": str(tiny_llama_dir), "special_tokens": {"pad_token": "<|end|>"}, "rl": "ebft"}
-    config["ebft"] = {"mode": "strided", "context_length": 4, "stride": 4, "generate_max_len": 2, "ce_coef": 0.1}
-    config["trl"] = {"num_generations": 2, "max_completion_length": 4}
-    config["datasets"] = [{"path": "rows.jsonl", "type": "ebft_strided_structured.transform"}]
-    config |= {"sequence_len": 64, "val_set_size": 2, "micro_batch_size": 2, "max_steps": 1, "save_strategy": "no"}
-    config |= {"ddp": True, "output_dir": "out"}  # `ddp` is a matter of training
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path / "run.yaml"
+    config = json.loads(run_file.read_text())
+    config["datasets"][0]["path"] = "rows.jsonl"
+    config |= {"max_steps": 1, "ddp": True, "output_dir": "out"}  # `ddp` is a matter of training
+    run_file.write_text(json.dumps(config))
+    return run_file
 
 
 def test_prepared_rows_are_trained_on(ebft, run_file, tmp_path):

@@ -1,12 +1,9 @@
 import dataclasses
 import pickle
-import warnings
 from dataclasses import dataclass
 
-import pytest
-
 from ebft.config.options import EBFTSection, StridedOptions
-from ebft.config.rules import resolve_single_sample, validate_options
+from ebft.config.rules import validate_options
 from ebft.config.section import section_of_options
 from ebft.run.config.schema import RunConfig
 from tests.config.conftest import MINIMAL
@@ -44,14 +41,3 @@ def test_the_trainer_config_and_the_yaml_section_have_the_same_defaults(tmp_path
     assert Options(feature_layers=(0, 1)).feature_layers == [0.0, 1.0]  # converted values are written back
     loaded = RunConfig.from_dict({**MINIMAL, "rl": "ebft", "ebft": {"mode": "strided", "stride": 3}})
     assert pickle.loads(pickle.dumps(loaded)) == loaded  # to be sent to another process
-
-
-def test_a_single_sample_is_settled_once():
-    options = Options(n_samples_per_prompt=1, use_whitening=True)
-    with pytest.warns(UserWarning, match="n_samples_per_prompt: 1 .* diversity_coef .* use_whitening is set to false"):
-        resolve_single_sample(options)
-    assert (options.advantage_estimator, options.diversity_coef) == ("reinforce", 0.0)
-    assert not options.use_whitening
-    with warnings.catch_warnings(action="error"):
-        resolve_single_sample(options)
-        resolve_single_sample(Options(n_samples_per_prompt=2))

@@ -12,11 +12,7 @@ from datasets import Dataset
 from ebft.config.keys.data import DatasetEntry
 from ebft.data.apply import Source, tokenise
 from ebft.run.config.schema import RunConfig
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.structured.conftest import CHATML
 
 
 def user(content, **keys):

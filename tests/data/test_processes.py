@@ -20,32 +20,23 @@ class Stop(KeyboardInterrupt):
     """What a handler of signals raises."""
 
 
-@pytest.fixture
-def interrupted():
-    """`interrupted(*seconds)`: raise Stop in this process after so many seconds, and again after the next."""
-    previous = signal.getsignal(signal.SIGALRM)
-
-    def arm(first, *others):
-        later = list(others)
-
-        def stop(*_):
-            signal.setitimer(signal.ITIMER_REAL, later.pop(0) if later else 0)
-            raise Stop
-
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, first)
-
-    yield arm
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, previous)
-
-
 @pytest.mark.parametrize("seconds", [(1.0,), (1.0, 0.04)])
-def test_an_interruption_is_raised_and_leaves_no_process(interrupted, seconds):
-    interrupted(*seconds)
-    with pytest.raises(Stop), forked_processes():
-        ROWS.map(lambda row: time.sleep(0.5) or row, num_proc=2, load_from_cache_file=False)
-    signal.setitimer(signal.ITIMER_REAL, 0)
+def test_an_interruption_is_raised_and_leaves_no_process(seconds):
+    """After so many seconds, and again after the next."""
+    first, *later = seconds
+
+    def stop(*_):
+        signal.setitimer(signal.ITIMER_REAL, later.pop(0) if later else 0)
+        raise Stop
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, first)
+        with pytest.raises(Stop), forked_processes():
+            ROWS.map(lambda row: time.sleep(0.5) or row, num_proc=2, load_from_cache_file=False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
     for process in multiprocess.active_children():  # those that were killed end at once
         process.join(5)
     assert multiprocess.active_children() == []

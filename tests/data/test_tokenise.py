@@ -1,22 +1,16 @@
 """Transforms of the user's own: how they are found and called, and what is said about wrong ones."""
 
 import pytest
-from datasets import Dataset
 
-from ebft.data.apply import Source, tokenise
 from ebft.errors import DataError
 from tests.data.conftest import simple, tokenised
 
 
 @pytest.fixture
-def run_own(make_config, tokenizer, own):
+def run_own(tokenizer, own):
     """`run_own(module, rows)`: what the transform of a module makes of rows."""
-
-    def run(module, rows=({"a": "x"}, {"a": "y"}), **keys):
-        config = make_config("unused", own(module), **keys)
-        return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
-
-    return run
+    two = {"a": "x"}, {"a": "y"}
+    return lambda module, rows=two, **keys: tokenised(tokenizer, own(module), *rows, sequence_len=64, **keys)
 
 
 def test_config_reads_as_attributes_and_as_a_mapping(run_own):
@@ -65,4 +59,4 @@ def test_several_processes_give_the_same_rows(run_own, tokenizer):
 def test_wrong_results_name_transform_row_and_field(run_own, body, message):
     with pytest.raises(DataError, match=message) as caught:
         run_own(body)
-    assert str(caught.value).startswith("unused, train: transform 'own_")
+    assert str(caught.value).startswith("x, train: transform 'own_")

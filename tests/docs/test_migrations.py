@@ -15,20 +15,10 @@ from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.docs.blocks import ROOT, Block, blocks_of, shell_lines
+from tests.reward_models.conftest import model_dir  # noqa: F401 (a fixture)
 
 TINY = {"max_steps=20": "max_steps=1, logging_steps=1", "max_completion_length=32": "max_completion_length=4"}
 ON_CPU = "use_cpu=True, bf16=False, "  # as the page says for machines without a GPU
-
-
-@pytest.fixture(scope="module")
-def chat_model_dir(tmp_path_factory) -> Path:
-    """A tiny chat model with a ChatML template."""
-    from tests.structured.conftest import chat_model, make_chat_tokenizer
-
-    folder, tokenizer = tmp_path_factory.mktemp("chat"), make_chat_tokenizer()
-    chat_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def run(arguments: list[str], folder: Path, status: int = 0) -> str:
@@ -57,7 +47,7 @@ def lines_of(page: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_from_axolotl(chat_model_dir, tmp_path):
+def test_from_axolotl(model_dir, tmp_path):  # noqa: F811
     page = ROOT / "docs" / "from-axolotl.md"
     files = titled(page)
     write(files["make_rows.py"], tmp_path)
@@ -78,7 +68,7 @@ def test_from_axolotl(chat_model_dir, tmp_path):
         assert line in said
     assert "axolotl.yaml is valid for strided mode" in said
 
-    small = [f"base_model={chat_model_dir}", "max_steps=2", "save_steps=2", "flex_attention=false"]
+    small = [f"base_model={model_dir}", "max_steps=2", "save_steps=2", "flex_attention=false"]
     small += ["sequence_len=96", "ebft.stride=16"]
     results = [run([*command[:3], *small, *command[3:]], tmp_path) for command in commands]
     assert "step 2/2" in results[0] and "Model saved in outputs/from-axolotl" in results[0]
@@ -97,18 +87,18 @@ def small_script(text: str, model: Path) -> str:
 
 
 @pytest.mark.slow
-def test_from_trl_in_python(chat_model_dir, tmp_path):
+def test_from_trl_in_python(model_dir, tmp_path):  # noqa: F811
     files = titled(ROOT / "docs" / "from-trl.md")
     scripts = ["grpo.py", "grpo_with_features.py", "ebft_run.py", "strided_run.py"]
     for name in scripts:
-        write(files[name], tmp_path, small_script(files[name].code, chat_model_dir))
+        write(files[name], tmp_path, small_script(files[name].code, model_dir))
     # One process runs them all: importing TRL takes most of the time.
     program = f"import runpy\nfor name in {scripts}:\n    runpy.run_path(name, run_name='__main__')"
     run(["python", "-c", program], tmp_path)
     for name in ("grpo", "grpo-with-features", "ebft", "strided"):
         assert (tmp_path / "outputs" / name / "checkpoint-1" / "adapter_model.safetensors").is_file(), name
     of_ebft = {"ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss"}
-    of_grpo = {"rewards/correct/mean", "rewards/feature_matching/mean"}
+    of_grpo = {"rewards/correct/mean", "rewards/feature_matching/mean", "ebft/mean_reward"}
     for name, expected in (("grpo-with-features", of_grpo), ("ebft", of_ebft), ("strided", of_ebft)):
         state = tmp_path / "outputs" / name / "checkpoint-1" / "trainer_state.json"
         assert expected <= {key for entry in json.loads(state.read_text())["log_history"] for key in entry}, name

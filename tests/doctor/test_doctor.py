@@ -60,7 +60,7 @@ def test_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("name, phases", [
     ("strided_full", ["rollouts", "features"]), ("structured_cross_entropy", ["rollouts", "rewards and features"]),
-    ("sft", []),
+    ("sft", []), ("reward_model", []), ("process_reward_model", []),
 ])  # fmt: skip
 def test_one_step_of_every_method(doctor, tmp_path, name, phases):
     path = write_inputs(name, tmp_path)

@@ -6,13 +6,14 @@ import pytest
 import torch
 import yaml
 
+from tests.export.models import save_adapter
+
 WORDS = ("def", "return", "self", "value", "list", "index", "for", "in", "print", "open", "close", "name", "path")
 
 
 @pytest.fixture(scope="session")
 def models(tiny_llama_dir, tmp_path_factory):
     """Folders of `base`, `adapter` (LoRA on it, not the identity) and `other` (the base, moved a little)."""
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("models")
@@ -26,12 +27,7 @@ def models(tiny_llama_dir, tmp_path_factory):
                 weight.data.add_(torch.randn_like(weight) * scale)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), lora)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.1)
-    adapted.save_pretrained(folder / "adapter")
+    save_adapter(folder / "adapter", folder / "base", task_type="CAUSAL_LM", target_modules="all-linear")
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ebft import evaluate, load_config
+from ebft import evaluate, load_config, train
 from ebft.errors import ConfigError, ModelError, NonFiniteLossError
 from ebft.tools.evaluation.models import load_subject
 from ebft.tools.evaluation.run import token_nll
@@ -275,3 +275,36 @@ def test_losses_of_tokens_are_computed_from_float32_logits(dtype=torch.bfloat16)
         expected = -logps.gather(-1, torch.tensor(ids)[1:, None]).squeeze(-1)
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-5)
         assert found.dtype == torch.float32
+
+
+LORA = ["adapter=lora", "lora_target_linear=true", "lora_r=4", "lora_alpha=8"]
+SHORT = ["max_steps=1", "eval_steps=1", "logging_steps=1", "learning_rate=0.001", "save_strategy=no", "bf16=false"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["strided", "texts", "plain"])
+def test_what_a_run_logs_of_token_rows_is_what_is_found_of_its_model(kind, write_config):
+    adapter = LORA if kind == "strided" else []
+    config = load_config(write_config(kind), [*SHORT, "eval_batch_size=4", *adapter])
+    logged = train(config).metrics
+    (result,) = evaluate(config, [config.output_dir]).models
+    for name in config.method.held_out_metrics(config):
+        assert f"eval_{name}" in logged
+        if name != "loss":
+            assert logged[f"eval_{name}"] == pytest.approx(result.metrics[name], abs=2e-5, rel=2e-5), name
+    if kind == "plain":
+        assert logged["eval_ce_loss"] == pytest.approx(logged["eval_loss"], rel=0.05)
+
+
+def test_what_a_run_logs_of_prompts_is_what_is_found_of_its_model(write_config):
+    """Cross-entropies are equal; samples are drawn by other means, so what is made of them is near."""
+    config = load_config(write_config("structured"), [*SHORT, "micro_batch_size=3", "trl.temperature=1.0"])
+    logged = train(config).metrics
+    (result,) = evaluate(config, [config.output_dir]).models
+    for name in ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all"):
+        assert logged[f"eval_{name}"] == pytest.approx(result.metrics[name], rel=1e-4), name
+    for name in config.method.held_out_metrics(config):
+        assert f"eval_{name}" in logged
+    low, high = result.intervals["cfm_loss"]
+    assert low - 0.1 < logged["eval_cfm_loss"] < high + 0.1
+    assert logged["eval_alignment"] < logged["eval_alignment_pass@3"]

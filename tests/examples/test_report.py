@@ -1,4 +1,4 @@
-"""What the quickstart prints at its end: a table that says which values can be compared, and commands."""
+"""What the quickstart prints at its end: a table that says which values can be compared, and commands; rewards."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from ebft.tools.fetch import examples_folder
 from ebft.tools.quickstart import main as report
 from ebft.tools.quickstart.run import CONFIGS, Run, make_once, own_copy
 from tests.strided.families import tiny_model
@@ -64,3 +65,19 @@ def test_files_that_were_not_written_are_not_listed(tmp_path, capsys):
     report.print_next_steps(tmp_path, run, "def f():")
     printed = capsys.readouterr().out
     assert 'dtype="float32")' in printed and "ebft init DATA --model my/model\n" in printed
+
+
+BARE = "def f():\n    return 1\n"
+HALF = 'Here it is:\n```python\ndef f():\n    """One."""\n    return 1\n\ndef g():\n    return 2\n```\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "parses", "documented"),
+    [(BARE, 1, 0), (HALF, 1, 0.5), ("x = 1", 1, 0), ("def f(:", 0, 0), ("", 0, 0), ("null\0byte", 0, 0)],
+)
+def test_rewards_of_code(monkeypatch, text, parses, documented):
+    monkeypatch.syspath_prepend(examples_folder())
+    import verifier
+
+    for completions in ([text], [[{"role": "assistant", "content": text}]]):
+        assert verifier.parses(completions) == [parses] and verifier.documented(completions) == [documented]

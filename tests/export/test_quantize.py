@@ -14,13 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ebft.errors import ModelError
 from ebft.methods.base_config import QuantizationSection
 from ebft.tools.export.quantize import quantize_model, text_sequences
+from tests.cli.conftest import flat
 from tests.export.models import llama, save_adapter, save_base
 
 TEXT = "def add(x, y):\n    return x + y\n" * 40
-
-
-def flat(text):
-    return " ".join(text.split())
 
 
 @pytest.fixture

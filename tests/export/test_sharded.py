@@ -5,13 +5,13 @@ import shutil
 import warnings
 
 import pytest
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
 from ebft.files import write_checksums
 from ebft.tools.export.checkpoint import merge_sharded
+from tests.cli.conftest import plain
 from tests.file_edits import write
 
 
@@ -45,6 +45,16 @@ def test_a_model(parts, tiny_llama_dir, tmp_path):
     assert len(list(again.glob("model-*.safetensors"))) > 2
 
 
+def test_the_command(ebft, parts, tmp_path):
+    result = ebft("merge-sharded", parts, "--output", tmp_path / "merged")
+    assert result.exit_code == 0, result.output
+    assert f"Merged model saved in {tmp_path / 'merged'}" in result.stdout and "21 weights" in result.stdout
+    assert "is a pickle file" in plain(result.stderr)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    failed = ebft("merge-sharded", parts, "--max-shard-size", "many")
+    assert failed.exit_code == 1 and "'many'" in failed.stderr and not (parts / "merged").exists()
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_model_whose_config_ties_its_embeddings(is_tied, tiny_llama_dir, tmp_path):
     """Weights that differ nevertheless, as transformers loads them from a checkpoint with both, remain different."""
@@ -57,18 +67,6 @@ def test_a_model_whose_config_ties_its_embeddings(is_tied, tiny_llama_dir, tmp_p
     (tmp_path / "parts" / "model.safetensors").unlink()
     save_parts(model.state_dict(), tmp_path / "parts")
     assert files(merge_sharded(tmp_path / "parts").folder) == files(tmp_path / "whole")
-
-
-def test_an_adapter(tiny_llama_dir, tmp_path):
-    base = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    for folder in ("whole", "parts"):
-        model.save_pretrained(tmp_path / folder)
-    (tmp_path / "parts" / "adapter_model.safetensors").unlink()
-    save_parts(get_peft_model_state_dict(model), tmp_path / "parts")
-    merged = merge_sharded(tmp_path / "parts")
-    assert merged.is_adapter and files(merged.folder) == files(tmp_path / "whole")
-    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), merged.folder)
 
 
 def test_a_checkpoint_of_another_program_needs_the_base_model(parts, tiny_llama_dir):

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from ebft import load_config, train
-from tests.structured.conftest import chat_model, make_chat_tokenizer
+from tests.structured.conftest import save_chat_model
 
 FOLDER = Path(__file__).parent
 # What is logged of time and memory, which no two runs share.
@@ -85,9 +85,7 @@ def is_of_the_machine(key: str) -> bool:
 def write_inputs(name: str, folder: Path, runs: dict[str, tuple[str, str, dict[str, Any]]] = RUNS) -> Path:
     """The run's model, rows and config file, in `folder`; returns the config file."""
     rows, transform, keys = runs[name]
-    tokenizer = make_chat_tokenizer()
-    chat_model(tokenizer, seed=1).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_chat_model(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[rows]()), encoding="utf-8")
     config = {**COMMON, **keys, "base_model": str(folder / "model"), "output_dir": str(folder / "out")}
     config |= {"val_set_size": 4, "datasets": [{"path": str(folder / "rows.jsonl"), "type": transform}]}

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
 
+from tests.export.models import save_adapter
 from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 
@@ -16,13 +15,7 @@ def folders(tmp_path_factory):
     found = {name: root / name for name in ("base", "adapter", "full")}
     for seed, name in enumerate(("base", "full")):
         chat_model(tokenizer, seed=seed).save_pretrained(found[name])
-    model = type(chat_model(tokenizer)).from_pretrained(found["base"])
-    tuned = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    torch.manual_seed(2)
-    for parameter in tuned.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(torch.randn_like(parameter) * 0.5)
-    tuned.save_pretrained(found["adapter"])
+    save_adapter(found["adapter"], found["base"], target_modules=["q_proj", "down_proj"])
     for folder in found.values():
         tokenizer.save_pretrained(folder)
     return found

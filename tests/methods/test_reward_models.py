@@ -90,15 +90,6 @@ def test_training_names_the_method_and_no_command_that_refuses_the_model(ebft, m
     assert json.loads((tmp_path / "out" / "ebft_run.json").read_text())[flag] is True
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["outcome", "process"])
-def test_doctor_measures_a_step(ebft, make, tmp_path, kind):  # noqa: F811
-    make(kind, eval_steps=None)
-    found = ebft("doctor", tmp_path / "run.yaml")
-    assert found.exit_code == 0, found.output
-    assert "step" in plain(found.stdout)
-
-
 def test_a_checkpoint_of_another_method_is_refused(make, tmp_path):  # noqa: F811
     from ebft import train
 

@@ -8,19 +8,16 @@ from ebft import files
 from ebft.files import sample_hash, weights_hash
 
 
-@pytest.fixture(params=[2**26, 0], ids=["whole", "sampled"])
-def sizes(request, monkeypatch):
-    monkeypatch.setattr(files, "_ALL", request.param)
-    monkeypatch.setattr(files, "_BLOCK", 64)
-
-
 def saved(folder, weights, file="model.safetensors", **metadata):
     folder.mkdir(exist_ok=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / file, metadata)
     return weights_hash(folder)
 
 
-def test_weights_are_the_same_in_another_file_and_no_others_are(sizes, tmp_path):
+@pytest.mark.parametrize("whole_up_to", [2**26, 0])
+def test_weights_are_the_same_in_another_file_and_no_others_are(whole_up_to, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_ALL", whole_up_to)
+    monkeypatch.setattr(files, "_BLOCK", 64)
     weights = {"a": torch.arange(400.0), "b": torch.zeros(3, 5), "c": torch.ones(2, dtype=torch.bfloat16)}
     whole = saved(tmp_path / "a", weights, format="pt")
     assert saved(tmp_path / "b", dict(reversed(weights.items())), other="x") == whole is not None

@@ -7,18 +7,12 @@ import pytest
 
 from ebft.errors import ConfigError, ModelError
 from ebft.methods.sft import check_kernels
-from ebft.run.checks import Machine, check_machine
-from ebft.run.config.schema import RunConfig
+from ebft.run.checks import check_machine
 from ebft.run.trainer import training_kwargs
-from tests.config.conftest import MINIMAL
+from tests.config.test_messages import CPU, GPU
+from tests.config.test_messages import config as config_with
 
-CPU = Machine(has_accelerator=False, supports_bf16=False)
-GPU = Machine(has_accelerator=True, supports_bf16=True, devices=("cpu", "cuda", "cuda:0"))
 ASKED = {"liger_rms_norm": True, "liger_glu_activation": True}
-
-
-def config_with(**keys):
-    return RunConfig.from_dict({**MINIMAL, **keys})
 
 
 def test_only_the_kernels_that_are_asked_for_reach_transformers():

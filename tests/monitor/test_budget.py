@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebft.config.keys.run import BudgetSection
-from ebft.monitor.budget import StopAtBudget, spent_at
+from ebft.monitor.budget import StopAtBudget
 from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
 from tests.strided.test_trainer import make as make_strided
@@ -39,22 +39,6 @@ def test_strided_counts_documents_and_sampled_tokens(tmp_path):
     blocks = 5  # anchors 4, 8, 12, 16, 20 of 24 tokens
     spent = [tuple(entry[name] for name in NAMES[:2]) for entry in entries(trainer)][:2]
     assert spent == [(2, 2 * blocks * 2 * 3), (4, 4 * blocks * 2 * 3)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [plain_trainer, make_strided])
-def test_a_resumed_run_counts_on(tmp_path, make):
-    """From what was spent at the checkpoint, though the last log line before it is older."""
-    keys = {"max_steps": 4, "logging_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    unbroken, resumed = make(tmp_path, tiny_model("llama"), **keys), make(tmp_path, tiny_model("llama"), **keys)
-    unbroken.train()
-    assert spent_at(str(tmp_path / "checkpoint-3"))["documents"] == 6
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert all(entries(resumed)[-1][name] == entries(unbroken)[-1][name] for name in NAMES)
-    again = make(tmp_path, tiny_model("llama"), **{**keys, "max_steps": 1})
-    for _ in range(2):
-        again.train()  # a new run of the same trainer starts from nothing
-    assert entries(again)[-1]["budget/documents"] == 2
 
 
 def test_a_compiled_model_logs_no_flops(tmp_path, monkeypatch):

@@ -8,14 +8,8 @@ from ebft.monitor.budget import Budget
 from ebft.monitor.metrics import MeanMetrics, Throughput, read_numbers
 
 
-@pytest.fixture
-def one():
-    """An accelerator of one process; its state is shared, and other tests reset it."""
-    return Accelerator(cpu=True)
-
-
-def test_means_are_over_items_not_over_batches(one):
-    metrics = MeanMetrics()
+def test_means_are_over_items_not_over_batches():
+    metrics, one = MeanMetrics(), Accelerator(cpu=True)
     metrics.add("x", torch.tensor(2.0), torch.tensor(1))
     metrics.add("x", 4.0 * 3, 3)
     assert metrics.drain(one) == {"x": pytest.approx(3.5)} and metrics.drain(one) == {}
@@ -28,8 +22,8 @@ def test_numbers_are_read_in_their_order_and_without_rounding():
     assert read_numbers(numbers) == [2.0, torch.tensor(0.1).item(), 2.0**40 + 1, 0.25, 0.7]
 
 
-def test_rates_cover_the_time_since_the_last_report(one):
-    budget = Budget()
+def test_rates_cover_the_time_since_the_last_report():
+    budget, one = Budget(), Accelerator(cpu=True)
     throughput = Throughput(budget)
     for seconds in (0.5, 1.5):
         throughput.add(seconds)

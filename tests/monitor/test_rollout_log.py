@@ -87,6 +87,7 @@ def test_the_files_of_a_run_of_a_trainer_in_python(tmp_path):
         live.poll()
         assert live.state == "finished" and live.step == live.max_steps == 2 and live.run["changed"]["max_steps"] == 2
         assert [entry["step"] for entry in live.metrics.history if "loss" in entry] == [1, 2]
+        assert trainer.state.log_history[-1]["budget/documents"] == 4  # of this run alone
         assert "No rollouts" not in str(rollouts(live.newest(), 80, live.config)) and live.newest()
         assert samples_rollouts(live.config) and live.config["ebft"]["mode"] == "strided"
         page = report(tmp_path)

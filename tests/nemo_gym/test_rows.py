@@ -10,18 +10,12 @@ from tests.nemo_gym.servers import config_of, row
 from tests.structured.conftest import make_chat_tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = make_chat_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ message.content }}", "{{ message.content }}{{ message.tool_calls or '' }}"
-    )
-    return tokenizer
-
-
 @pytest.fixture
-def load(tokenizer):
-    """`load(*datasets, **keys)`: the rows, in the order of their files."""
+def load():
+    """`load(*datasets, **keys)`: the rows, in the order of their files, for a model whose chats show calls of tools."""
+    tokenizer, content = make_chat_tokenizer(), "{{ message.content }}"
+    shown = content + "{{ message.tool_calls or '' }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(content, shown)
     config = lambda *datasets, **keys: config_of(*datasets, shuffle_merged_datasets=False, **keys)
     return lambda *datasets, **keys: load_prompt_rows(config(*datasets, **keys), tokenizer)[:2]
 

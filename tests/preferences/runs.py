@@ -7,7 +7,7 @@ from typing import Any
 
 from ebft import RunConfig, train
 from tests.golden.runs import LORA, sentence
-from tests.structured.conftest import chat_model, make_chat_tokenizer
+from tests.structured.conftest import save_chat_model
 
 PAIRED = ("dpo", "ipo", "orpo", "simpo")
 METHODS = (*PAIRED, "kto")
@@ -24,9 +24,7 @@ def pairs(count: int = 12) -> list[dict[str, Any]]:
 
 def write_inputs(folder: Path, rows: list[dict[str, Any]] | None = None) -> Path:
     """Write a tiny model with its tokenizer, and rows, into `folder`."""
-    tokenizer = make_chat_tokenizer()
-    chat_model(tokenizer, seed=1).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_chat_model(folder / "model")
     lines = [json.dumps(row) for row in (pairs() if rows is None else rows)]
     (folder / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return folder

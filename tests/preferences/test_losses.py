@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ebft.errors import DataError
 from ebft.models import load, pretrained
@@ -15,7 +15,7 @@ from ebft.run.trainer import build_trainer, training_arguments
 from ebft.run.training import arranged, run_rows
 from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, trained, write_inputs
 from tests.strided import families, test_exactness
-from tests.structured.conftest import SIZES, make_chat_tokenizer
+from tests.structured.conftest import make_chat_tokenizer
 
 BETA = 0.3
 SIDES = ("chosen", "rejected")
@@ -258,22 +258,13 @@ def test_losses_with_a_mean_over_tokens_in_batches_of_any_size(method, adapter, 
         assert found.get("eval_nll_loss", tokens) == pytest.approx(tokens, rel=1e-5)
 
 
-def write_experts(folder, **settings):
-    """Replace the model of `write_inputs` with a Mixtral."""
-    torch.manual_seed(1)
-    tokenizer = make_chat_tokenizer()
-    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    sizes = {**SIZES, "max_position_embeddings": 512, "num_key_value_heads": 1, "num_local_experts": 4}
-    config = MixtralConfig(vocab_size=len(tokenizer), **ids, **sizes, **settings)
-    MixtralForCausalLM(config).save_pretrained(folder / "model")
-
-
 @pytest.mark.parametrize("method", TRAINERS)
 def test_the_loss_of_a_mixture_of_experts_has_no_term_for_the_router(method, tmp_path):
     write_inputs(tmp_path)
     found = []
     for settings in ({"router_aux_loss_coef": 0.0}, {"router_aux_loss_coef": 100.0, "output_router_logits": True}):
-        write_experts(tmp_path, **settings)
+        experts = {"vocab_size": len(make_chat_tokenizer()), "max_position_embeddings": 512, "eos_token_id": 1}
+        families.tiny_model("mixtral", seed=1, **experts, **settings).save_pretrained(tmp_path / "model")
         trainer = trainer_of(method, tmp_path, adapter=False, torch_dtype="float32")
         found.append(loss_of(trainer, [trainer.train_dataset[index] for index in range(4)]))
         assert "aux_loss" not in trainer.logged("eval")

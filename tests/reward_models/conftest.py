@@ -8,7 +8,7 @@ import pytest
 
 from ebft import load_config
 from ebft.run.config.schema import RunConfig
-from tests.structured.conftest import chat_model, make_chat_tokenizer
+from tests.structured.conftest import save_chat_model
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
@@ -24,11 +24,7 @@ KINDS = {"outcome": ({"reward_model": True}, PAIRS, "bradley_terry.chat_template
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("chat-model")
-    tokenizer = make_chat_tokenizer()
-    chat_model(tokenizer, seed=1, **SIZES).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("chat-model"), **SIZES)
 
 
 @pytest.fixture

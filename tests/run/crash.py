@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import traceback
 import warnings
@@ -28,8 +27,9 @@ from ebft.run.callbacks import TrainingInterrupted
 from ebft.run.config.schema import RunConfig
 from ebft.tools.console import show_warnings
 from tests.golden.runs import ROWS, is_of_the_machine
-from tests.ranks import exit_codes, print_stacks_at_signal
-from tests.structured.conftest import chat_model, make_chat_tokenizer
+from tests.ranks import environment_of, exit_codes, print_stacks_at_signal
+from tests.serving.processes import free_port
+from tests.structured.conftest import save_chat_model
 
 FORK = multiprocessing.get_context("fork")
 LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
@@ -69,10 +69,11 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structured": (*PAIRS, {**STRUCTURED, **LORA}),
     "structured_full": (*PAIRS, {**STRUCTURED, **ACCUMULATED, "micro_batch_size": 2}),
     "structured_reference": (*PAIRS, {**STRUCTURED, **LORA, "trl": {**TRL, "beta": 0.2}}),  # a second adapter
+    "sdft": (*PAIRS, {"rl": "sdft", **LOGGED, "micro_batch_size": 4, "trl": TRL}),
     "grpo": grpo(),
     "grpo_reference": grpo(beta=0.2),
     "grpo_synced_reference": grpo({}, **SYNCED),
-    "grpo_iterations": grpo(num_iterations=2),  # checkpoints lie between the updates on one batch of completions
+    "grpo_iterations": grpo(num_iterations=2, generation_batch_size=8),  # checkpoints lie between updates on one batch
     # groups without a signal are replaced by stored ones, failed prompts sampled again
     "grpo_second_uses": grpo(replay_buffer_size=4, reroll_start_fraction=0.2),
 }
@@ -81,10 +82,8 @@ STEPS = 8
 
 def write_inputs(folder: Path) -> None:
     """The model and the rows of all runs, in `folder`."""
-    tokenizer = make_chat_tokenizer()
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
-    chat_model(tokenizer, seed=1, **sizes).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_chat_model(folder / "model", **sizes)
     for name in ("texts", "pairs", "comparisons", "judged", "steps"):
         rows = ROWS[name.replace("texts", "text")]()[:8]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -122,15 +121,10 @@ def trained(config: RunConfig, code: int = 0, inject: Callable[[], None] = lambd
 
 def run_processes(config: RunConfig, count: int, inject: Callable[[], None] = lambda: None) -> list[Ended]:
     """Train in `count` processes, which all call `inject` first, as torchrun would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port, processes = free_port(), []
     logs = [Path(f"{config.output_dir}-{rank}.log") for rank in range(count)]
-    processes = []
     for rank, log in enumerate(logs):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {name: str(value) for name, value in (ranks | address).items()} if count > 1 else {}
+        environment = environment_of(rank, count, port)
         processes.append(FORK.Process(target=_main, args=(config, environment, inject, log)))
         processes[-1].start()
     codes = exit_codes(processes)

@@ -89,7 +89,7 @@ def test_an_evaluation_after_the_save_of_its_step_is_made_again(moment, saved, i
     assert evaluated == [3, 6, STEPS]
 
 
-@pytest.mark.parametrize("method", ["sft", "reward_model", "strided", "structured"])
+@pytest.mark.parametrize("method", ["sft", "reward_model", "sdft", "strided", "structured"])
 def test_evaluations_do_not_change_training(method, unbroken):
     dropout = {"lora_dropout": 0.1} if method == "strided" else {}
     (often, _), (seldom, _) = unbroken(method, **dropout, eval_steps=1), unbroken(method, **dropout)

@@ -4,11 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import AdaLoraConfig, C3AConfig, GraloraConfig, HRAConfig, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, C3AConfig, GraloraConfig, HRAConfig, get_peft_model
 
 from ebft.models.adapter import freeze_except
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import checkpointing, exact, make_trainer, unequal_batch
+from tests.structured.conftest import lora
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SOME = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1, 3], "layers_pattern": "layers"}
@@ -30,12 +31,9 @@ CASES = [*((name, "one pass") for name in VARIANTS), ("dora", "checkpointing"),
 
 def with_adapter(model, **settings):
     """A model with an adapter whose weights are not at their initial values."""
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | settings
-    model = get_peft_model(model, LoraConfig(**options))
+    model = lora(model, **settings)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.1)
-        elif "magnitude" in name:
+        if "magnitude" in name:
             parameter.data.mul_(1.3)
     return model
 

@@ -42,6 +42,14 @@ def chat_model(tokenizer, seed=0, **changes):
     return model.eval()
 
 
+def save_chat_model(folder, **changes):
+    """Write a `chat_model` and its tokenizer into `folder`, which is returned."""
+    tokenizer = make_chat_tokenizer()
+    chat_model(tokenizer, seed=1, **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def lora(model, seed=0, scale=0.1, **changes):
     """`model` with a LoRA adapter that is not the identity."""
     from peft import LoraConfig, get_peft_model

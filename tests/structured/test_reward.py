@@ -5,13 +5,11 @@ import warnings
 
 import pytest
 import torch
-from datasets import Dataset
 
 from ebft import FeatureMatchingReward
 from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
 from ebft.structured.reward import embed_continuations, shares_prompts
-from ebft.transformers_internals import checkpointing_argument
 from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, for_oracle, tiny_model
 from tests.structured import conftest, oracle, trainers
 
@@ -108,22 +106,6 @@ def test_larger_groups_than_its_own_are_warned_of_and_a_network_that_overflows_i
         model.model.layers[0].mlp.down_proj.weight.fill_(float("inf"))
     with pytest.raises(NonFiniteLossError, match="not finite"):
         FeatureMatchingReward(model, chat_tokenizer, 2)(["a", "a"], None, [[5], [6]], ground_truth=["x", "x"])
-
-
-def test_plain_trl_trainer_takes_it(chat_tokenizer, tmp_path):
-    from trl import GRPOConfig, GRPOTrainer
-
-    policy = conftest.lora(conftest.chat_model(chat_tokenizer))
-    reward = FeatureMatchingReward(policy, chat_tokenizer, num_generations=2)
-    rows = Dataset.from_list([{"prompt": f"say {i}", "ground_truth": f"{i}"} for i in range(4)])
-    sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "max_steps": 1}
-    options = {"use_cpu": True, "bf16": False, "report_to": "none", checkpointing_argument(): False}
-    args = GRPOConfig(output_dir=str(tmp_path), logging_steps=1, **sizes, **options)
-    rewards = [reward, lambda completions, **_: [0.0] * len(completions)]
-    trainer = GRPOTrainer(policy, rewards, args, rows, processing_class=chat_tokenizer)
-    trainer.train()
-    logs = trainer.state.log_history[0]
-    assert logs["rewards/feature_matching/mean"] == pytest.approx(logs["ebft/mean_reward"], abs=1e-5)
 
 
 def test_references_are_compared_without_a_stop_token_as_samples_are(model, chat_tokenizer):

@@ -174,23 +174,6 @@ def test_a_loss_that_is_not_finite_says_so(chat_tokenizer, build):
         trainer.train()
 
 
-@pytest.mark.slow
-def test_resuming_goes_on_with_the_generations_that_were_due(build, tmp_path):
-    def run(**changes):
-        seen = []
-        sizes = {"gradient_accumulation_steps": 3, "steps_per_generation": 6, "per_device_train_batch_size": 2}
-        trainer = build(max_steps=5, save_strategy="steps", save_steps=3, **sizes)
-        scored = trainer._generate_and_score_completions
-        note = lambda batch: (trainer.state.global_step, sorted({row["ground_truth"] for row in batch}))
-        trainer._generate_and_score_completions = lambda batch: seen.append(note(batch)) or scored(batch)
-        trainer.train(**changes)
-        return seen
-
-    whole, resumed = run(), run(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert [step for step, _ in whole] == [0, 2, 4]
-    assert resumed == whole[2:]  # the batch of step 2 is part of the checkpoint
-
-
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, build, tmp_path, aggregation):
     """TRL's advantages of eight rewards of 0.1 are rounding errors, which Adam would scale up."""

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import ends
@@ -15,25 +14,13 @@ import report
 import torch
 from cells import CELLS, Study, config_file, length_of
 from intervals import difference, over_seeds, spread_of_seeds, t_quantile
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ebft import load_config
 from ebft.tools.quickstart import smollm2 as catalogs
+from tests.structured.conftest import chat_model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "studies" / "smollm2" / "results"
-
-
-@cache
-def tokenizer_of() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: one token for each byte, an end token and padding."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(["<end>", "<pad>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
 def cell(group: str, seed: int, weights: tuple[float, ...] = (1.0, 3.0), **sums: list[float]) -> dict:
@@ -66,7 +53,8 @@ def test_every_run_has_a_valid_config_and_what_it_needs(tmp_path):
     assert config.ebft.generate_max_len == 64 and config.ebft.stride > config.sequence_len
 
 
-def test_ends_are_those_of_plain_probabilities(model):
+def test_ends_are_those_of_plain_probabilities(chat_tokenizer):
+    model = chat_model(chat_tokenizer)
     rows = [{"input_ids": [5, 6, 0], "prompt_length": 1}, {"input_ids": [9, 8], "prompt_length": 0}]
     logps = [model(torch.tensor([row["input_ids"]])).logits[0].float().log_softmax(-1) for row in rows]
     found = ends.ends_of(model, rows, 0)
@@ -124,14 +112,6 @@ def test_differences_are_paired_by_seed_and_document():
     assert (found.mean, found.count) == (-0.5, 3), "a start is the other side of every seed"
     found = over_seeds(cells, "raw-base-none", "ce")
     assert found.seeds == 0.0 and found.half == found.files > 0
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer_of()), **shape, num_key_value_heads=1, initializer_range=0.3)
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.mark.slow

@@ -21,18 +21,6 @@ TAGGED = [user("What is <think>a</think>?"), assistant("A tag.", reasoning_conte
 MULTITURN, REASONING = "ebft_chat_multiturn.transform", "ebft_reasoning.transform"
 
 
-@pytest.fixture
-def run(make_config, chatml):
-    def run(type, row, field=None):
-        config = make_config("unused", type, entry={"field": field}, ebft={"mode": "structured"})
-        transform_fn, map_kwargs = transforms.find_transform(type)(apply.ConfigView(config), dataset=config.datasets[0])
-        assert map_kwargs["remove_columns"] == "__all__"
-        found = transform_fn(row, tokenizer=chatml)
-        return {key: [each[key] for each in found] for key in found[0]} if map_kwargs.get("many") else found
-
-    return run
-
-
 @pytest.mark.parametrize(("type", "row", "prompt", "truth", "rest"), [
     ("ebft_opencode.transform", {"input": "Add 1 2", "output": "3", "id": 7}, [user("Add 1 2")], "3", None),
     (MULTITURN, GREETED, GREETED[:3], "Hello", GREETED[4:6]),
@@ -57,7 +45,12 @@ def run(make_config, chatml):
     (f"{REASONING}_split_thinking", [*PROMPT, assistant("two and two</think>4")], APART, JOINED, None),
     (f"{REASONING}_split_thinking", TAGGED, TAGGED[:3], "So.", None),
 ])  # fmt: skip
-def test_rows(run, type, row, prompt, truth, rest):
-    found = run(type, row if isinstance(row, dict) else {"messages": row, "id": 3})
+def test_rows(make_config, chatml, type, row, prompt, truth, rest):
+    config = make_config("unused", type, ebft={"mode": "structured"})
+    transform_fn, map_kwargs = transforms.find_transform(type)(apply.ConfigView(config), dataset=config.datasets[0])
+    assert map_kwargs["remove_columns"] == "__all__"
+    found = transform_fn(row if isinstance(row, dict) else {"messages": row, "id": 3}, tokenizer=chatml)
+    if map_kwargs.get("many"):
+        found = {key: [each[key] for each in found] for key in found[0]}
     expected = {"prompt": prompt, "ground_truth": truth}
     assert found == (expected if rest is None else {**expected, "remaining_turns": rest})

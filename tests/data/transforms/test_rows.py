@@ -21,12 +21,6 @@ def adding(tokenizer, before, after=()):
     return tokenizer
 
 
-@pytest.fixture(params=[False, True], ids=["begins texts", "also ends texts"])
-def some_tokenizer(request, tokenizer):
-    """The tokenizer, which puts BOS before every text, and one that also puts EOS after it."""
-    return adding(tokenizer, ["<|begin|>"], ["<|end|>"]) if request.param else tokenizer
-
-
 def ids_of(tokenizer, type, row, **entry):
     (found,) = tokenised(tokenizer, type, row, entry=entry)
     return found["input_ids"], found["prompt_length"]
@@ -40,17 +34,19 @@ def preference(tokenizer, prompt, method="dpo", reply="y"):
     return row["prompt_ids"], row["chosen_ids" if method == "dpo" else "completion_ids"]
 
 
+@pytest.mark.parametrize("also_ends", [False, True], ids=["begins texts", "also ends texts"])
 @pytest.mark.parametrize(("prompt", "ends"), [("x = 1", 0), ("x = 1<|end|>", 1), ("<|end|><|end|>", 2)])
-def test_an_end_in_the_prompt_is_kept(some_tokenizer, prompt, ends):
+def test_an_end_in_the_prompt_is_kept(tokenizer, also_ends, prompt, ends):
+    tokenizer = adding(tokenizer, ["<|begin|>"], ["<|end|>"]) if also_ends else tokenizer
     text = prompt.removesuffix("<|end|>" * ends)
-    plain = some_tokenizer(text, add_special_tokens=False).input_ids
-    expected = [some_tokenizer.bos_token_id, *plain, *[some_tokenizer.eos_token_id] * ends]
-    assert continued_ids(some_tokenizer, prompt) == expected == Renderer(some_tokenizer).prompt_ids(prompt)
-    assert preference(some_tokenizer, prompt)[0] == expected
+    plain = tokenizer(text, add_special_tokens=False).input_ids
+    expected = [tokenizer.bos_token_id, *plain, *[tokenizer.eos_token_id] * ends]
+    assert continued_ids(tokenizer, prompt) == expected == Renderer(tokenizer).prompt_ids(prompt)
+    assert preference(tokenizer, prompt)[0] == expected
     formatted = {"format": "{instruction}" + "<|end|>" * ends}
     given = {"user_defined": formatted}
     for type, asked, entry in (("ebft_strided_structured.transform", prompt, {}), ("user_defined", text, given)):
-        ids, length = ids_of(some_tokenizer, type, {"instruction": asked, "output": "y"}, **entry)
+        ids, length = ids_of(tokenizer, type, {"instruction": asked, "output": "y"}, **entry)
         assert ids[:length] == expected
 
 

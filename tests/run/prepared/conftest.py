@@ -1,8 +1,6 @@
 """One dataset for every method, with rows that are dropped, and a config for it."""
 
-import importlib
 import json
-import sys
 import warnings
 
 import pytest
@@ -54,30 +52,3 @@ def tokenizer(make):
     from ebft.models.pretrained import load_tokenizer
 
     return load_tokenizer(make())
-
-
-@pytest.fixture
-def own_transform(tmp_path, monkeypatch):
-    """`own_transform(answer, helper)`: writes modules with a transform and what it imports; returns its `type`."""
-
-    def forget():
-        for module in ("own_rows", "own_helper"):
-            sys.modules.pop(module, None)
-        importlib.invalidate_caches()
-
-    def write(answer="example['output']", helper="SUFFIX = '!'"):
-        (tmp_path / "own_helper.py").write_text(helper + "\n")
-        (tmp_path / "own_rows.py").write_text(
-            "from own_helper import SUFFIX\n\n\n"
-            "def transform(cfg, **kwargs):\n"
-            "    def transform_fn(example, tokenizer=None):\n"
-            f"        ids = tokenizer(example['input'] + {answer} + SUFFIX)['input_ids']\n"
-            "        return {'input_ids': ids, 'labels': ids, 'prompt_length': 0}\n\n"
-            "    return transform_fn, {'remove_columns': '__all__'}\n"
-        )
-        forget()
-        return "own_rows.transform"
-
-    monkeypatch.chdir(tmp_path)
-    yield write
-    forget()

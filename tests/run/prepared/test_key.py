@@ -1,10 +1,13 @@
 """What changes the key of prepared rows, and what does not."""
 
+import importlib
 import os
 import re
 import shutil
+import sys
 import warnings
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -15,6 +18,7 @@ from ebft.models.pretrained import load_tokenizer
 from ebft.run import prepared_rows
 from ebft.run.config.reference import option_groups
 from ebft.run.prepared_rows import IDLE, row_inputs, row_settings
+from tests.data.conftest import simple
 
 KEYS = [option.key for options in option_groups().values() for option in options]
 
@@ -87,12 +91,20 @@ def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, ro
     assert key_for() != before
 
 
-def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key_for, own_transform):
-    def of(answer="example['output']", helper="SUFFIX = '!'", **keys):
-        return key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(answer, helper)}], **keys)
+def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key_for, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = '{{"input_ids": (ids := tokenizer(example["input"] + {} + SUFFIX)["input_ids"]), "labels": ids}}'
+
+    def of(answer='example["output"]', helper="SUFFIX = '!'", **keys):
+        code = f"from own_helper import SUFFIX\n{dedent(simple(row.format(answer)))}"
+        for module, text in (("own_helper", helper), ("own_rows", code)):
+            (tmp_path / f"{module}.py").write_text(text)
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        return key_for(datasets=[{"path": "rows.jsonl", "type": "own_rows.transform"}], **keys)
 
     assert of() == of() == of(learning_rate=0.5)
-    assert len({of(), of(answer="example['input']"), of(helper="SUFFIX = '?'")}) == 3
+    assert len({of(), of(answer='example["input"]'), of(helper="SUFFIX = '?'")}) == 3
     rate = "str(cfg.learning_rate)"
     assert of(rate) != of(rate, learning_rate=0.5)
 
