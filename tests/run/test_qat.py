@@ -14,6 +14,7 @@ from ebft.config.keys.models import QatSection
 from ebft.errors import ModelError
 from ebft.methods.base_config import QuantizationSection
 from ebft.models.weights import prepare_float8, prepare_rounding, round_weights, torchao_settings
+from ebft.sft import packed
 from tests.run.crash import config_of
 from tests.strided.families import tiny_model
 
@@ -141,6 +142,11 @@ def test_runs_in_float8(method, inputs, tmp_path):
     assert ends[1]["entropy"] == pytest.approx(ends[0]["entropy"], rel=0.02)
 
 
-def test_packed_documents_are_compared_without_rounding(make, recwarn):
-    train(make(fp8=True, sample_packing=True, sequence_len=96, logging_steps=1))
-    assert not any("does not separate" in str(warning.message) for warning in recwarn)
+def test_packed_documents_are_compared_without_rounding(make, monkeypatch):
+    rounds = lambda model: any(type(module).__module__.startswith("torchao.") for module in model.modules())
+    seen, compare = [], packed.why_not_separated
+    monkeypatch.setattr(
+        packed, "why_not_separated", lambda model, *given: seen.append(rounds(model)) or compare(model, *given)
+    )
+    trainer = train(make(fp8=True, sample_packing=True, sequence_len=96)).trainer
+    assert seen == [False] and rounds(trainer.model)

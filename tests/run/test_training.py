@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from ebft import load_config, train
 from ebft.data.load import load_token_rows
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, told
 from ebft.models.pretrained import load_tokenizer
 from ebft.tools.fetch import convert_file
 from tests.run.conftest import LORA, STRIDED, assert_equal, strided, weights
@@ -209,3 +209,10 @@ def test_rows_in_their_order(make, keys):
         train(config)
     rows = load_token_rows(config, load_tokenizer(config))[0]
     assert seen == [token for row in rows for token in row["input_ids"]]
+
+
+@pytest.mark.parametrize("keys", [{"lisa_n_layers": 9}, {"lisa_n_layers": 1, "lisa_layers_attribute": "transformer.h"}])
+def test_layers_that_the_model_does_not_have(make, keys):
+    with pytest.raises((ValueError, AttributeError)) as caught:
+        train(make(**keys))
+    assert "lisa_layers_attribute" in told(caught.value)

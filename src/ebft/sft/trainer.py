@@ -337,24 +337,23 @@ class StreamCollator(JoiningCollator):
 
 class TrainSomeLayers(TrainerCallback):
     """Trains `count` of the layers `name` at a time, drawn for each `interval` of steps (LISA, algorithm 1 of
-    arXiv:2403.17919). Raises ModelError for layers that the model does not have."""
+    arXiv:2403.17919)."""
 
     def __init__(self, model: nn.Module, name: str, count: int, interval: int, seed: int) -> None:
-        found = dict(model.named_modules()).get(name)
-        size = len(found) if isinstance(found, nn.ModuleList) else 0
-        if count > size:
-            raise errors.ModelError(f"lisa_n_layers: {count}, but {name} (lisa_layers_attribute) has {size} layers.")
-        self._layers, self._count, self._interval, self._seed = found, count, interval, seed
-        self._period: int | None = None
+        self._count, self._interval, self._seed, self._period = count, interval, seed, -1
+        with errors.doing(f"drawing {count} layers of {name} (lisa_n_layers, lisa_layers_attribute)"):
+            self._layers = list(model.get_submodule(name))
+            self.draw(0)
+
+    def draw(self, period: int) -> np.ndarray:
+        """The layers of a period, which determines them, so that a resumed run trains the same."""
+        return np.random.default_rng([self._seed, period]).choice(len(self._layers), self._count, replace=False)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         period = state.global_step // self._interval
-        if period == self._period:
-            return
-        self._period = period  # which determines the draw, so that a resumed run trains the same layers
-        draw = np.random.default_rng([self._seed, period])
-        chosen = draw.choice(len(self._layers), self._count, replace=False)
-        for number, layer in enumerate(self._layers):
+        chosen, is_new = self.draw(period), period != self._period
+        self._period = period
+        for number, layer in enumerate(self._layers if is_new else ()):
             layer.requires_grad_(number in chosen)
             for weight in [] if number in chosen else layer.parameters():
                 weight.grad = None
