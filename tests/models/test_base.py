@@ -14,6 +14,7 @@ from ebft.errors import ConfigError, ModelError
 from ebft.models import load, pretrained
 from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import forward_flops
+from ebft.tools.export.adapter import BitsAndBytesRounding
 from ebft.transformers_internals import name_in_checkpoint, stored_names
 from tests.file_edits import as_mxfp4
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
@@ -169,6 +170,21 @@ def test_quantised_experts(kind, bits, make_base, make_config, tokenizer):
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
     with dense.disable_adapter(), packed.disable_adapter():  # in bitsandbytes, products without gradient differ by 1e-4
         assert torch.allclose(dense(ids, use_cache=False).logits, packed(ids, use_cache=False).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind, left", [("falcon_h1", ("out_proj", "lm_head")), ("llama", ("lm_head",))])
+def test_layers_that_are_not_quantised(kind, left, make_base, make_config, tokenizer):
+    """Neither while loading, nor when an adapter is merged."""
+    bnb, base = pytest.importorskip("bitsandbytes"), tiny_model(kind)
+    config = make_config(
+        base_model=make_base(base), adapter="qlora", load_in_4bit=True, lora_r=4, lora_target_linear=True
+    )
+    model = load.load_base_model(config, tokenizer)
+    packed = {name for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    linear = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert packed == {name for name in linear if not name.endswith(left)} != linear
+    rounding = BitsAndBytesRounding(base, config)
+    assert packed == {name for name in linear if rounding.covers(f"{name}.weight")}
 
 
 def embeddings(make_config, **keys):

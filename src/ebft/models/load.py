@@ -79,7 +79,8 @@ def load_base_model(
         "attn_implementation": usable_attention(config.attn_implementation),
         "device_map": config.device_map,
         "max_memory": config.max_memory,
-        "quantization_config": quantisation_config(config) or _dequantised(config, model_config),
+        "quantization_config": quantisation_config(config, model_config.get_text_config().model_type)
+        or _dequantised(config, model_config),
         "experts_implementation": config.experts_implementation,
     }
     with prefixed("base_model"), doing(f"loading base_model: {config.base_model}"):
@@ -303,12 +304,20 @@ def _is_quantised(config: ModelSettings) -> bool:
     return config.load_in_4bit or config.load_in_8bit
 
 
-def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
+# Layers whose weights are read as numbers by other code: fused kernels of Mamba 2, and Gemma 3n, which clamps them.
+NOT_QUANTISED = {"gemma3n_text": ("prediction_coefs", "correction_coefs")}
+_MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+NOT_QUANTISED |= dict.fromkeys(_MAMBA_2, ("out_proj",))
+
+
+def quantisation_config(config: ModelSettings, model_type: str = "") -> BitsAndBytesConfig | None:
     """Settings for 4-bit or 8-bit weights, or None without quantisation; see `usable_quantisation`."""
     if not _is_quantised(config := usable_quantisation(config)):
         return None
     given = config.bnb_config_kwargs
+    left = NOT_QUANTISED.get(model_type)
     return BitsAndBytesConfig(
+        llm_int8_skip_modules=left and ["lm_head", "score", *left],
         load_in_4bit=config.load_in_4bit,
         load_in_8bit=config.load_in_8bit,
         llm_int8_threshold=given.llm_int8_threshold,
