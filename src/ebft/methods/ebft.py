@@ -141,8 +141,9 @@ def warn_of_options(options: type, of_mode: str, config: MethodConfig, *sections
     foreign -= rules.samples_in_effect(config.ebft, config.trl)
     idle = [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]
     if idle:
+        samples = f" Samples have trl.temperature: {config.trl.temperature:g}." if "ebft.temperature" in idle else ""
         warnings.warn(
-            f"{', '.join(idle)}: no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.",
+            f"{', '.join(idle)}: no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.{samples}",
             stacklevel=2,
         )
 

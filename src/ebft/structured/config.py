@@ -195,7 +195,7 @@ def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool)
     if not isinstance(dataset, Dataset):
         return
     if needs_reference and "ground_truth" not in present:
-        yield f"{name} has no column ground_truth, the reference, but {', '.join(present)}. Rename its column."
+        yield f"{name} has no column ground_truth, the text of the reference, but {', '.join(present)}."
     texts = dataset["ground_truth"] if needs_reference else ()
     empty = [i for i, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]
     if empty:
