@@ -147,7 +147,7 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
         if scales and is_independent and self.num_generations == 2 and self.diversity_coef != 0:
             yield (
                 "scale_rewards is not supported with advantage_estimator: rloo, rloo_baseline: independent and "
-                "num_generations: 2, whose rewards deviate by near 0. Set num_generations: 3, or scale_rewards: none."
+                "num_generations: 2, whose rewards hardly deviate. Set 3 or more, or scale_rewards: none."
             )
 
 
