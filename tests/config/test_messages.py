@@ -77,7 +77,7 @@ def structured(**trl):
     ({"rl": "dpo", "min_sample_len": 4}, "min_sample_len is not supported with "),
     ({"use_eaft": True, "use_dynamic_finetuning": True}, "use_dynamic_finetuning has a loss of its own"),
     ({"use_eaft": True, "overrides_of_model_config": {"output_router_logits": True}}, "use_eaft excludes"),
-    ({**LORA, "lisa_n_layers": 1}, "lisa_n_layers is for all weights on one GPU"),
+    ({**LORA, "lisa_n_layers": 1}, "lisa_n_layers is not supported with adapter"),
     ({**LORA, "fp8": True}, "fp8 is for training of all weights"),
     ({**LORA, "qat": {}}, "qat is for SFT of all weights"),
     ({"qat": {"weight_dtype": "int8", "activation_dtype": "int8"}}, "weight_dtype: int8 is not possible with"),

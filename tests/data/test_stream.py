@@ -136,18 +136,13 @@ def test_documents_fill_rows_and_continue_in_the_next_one():
 
 
 def test_documents_with_prompts_stay_whole():
-    rows = taken(stream(length=7, lengths=(3, 6, 1, 4), whole=True).rows(), 4)
-    assert [row["input_ids"] for row in rows] == [
-        [1, 2, 3],
-        [*range(11, 17)],
-        [31, 32, 33, 34, 1, 2, 3],
-        [*range(11, 17)],
-    ]
+    rows, second = taken(stream(length=7, lengths=(3, 6, 1, 4), whole=True).rows(), 4), [*range(11, 17)]
+    assert [row["input_ids"] for row in rows] == [[1, 2, 3], second, [31, 32, 33, 34, 1, 2, 3], second]
     assert [row["seq_lengths"] for row in rows] == [[3], [6], [4, 3], [6]]
     assert [row["pieces"] for row in rows] == [1, 1, 2, 1]
     assert rows[2]["labels"] == [-100, -100, 33, 34, -100, 2, 3]
-    (row,) = taken(stream(length=7, lengths=(3, 6, 1, 4), whole=True, apart=False).rows(), 1)
-    assert row["labels"] == [-100, 2, 3]
+    joined = stream(length=7, lengths=(3, 6, 1, 4), whole=True, apart=False)
+    assert next(joined.rows())["labels"] == [-100, 2, 3]
 
 
 @pytest.mark.parametrize("seed, whole", [(None, False), (3, False), (3, True)])

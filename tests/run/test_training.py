@@ -166,10 +166,8 @@ def test_a_run_that_spent_its_budget_is_not_trained_on(make, out):
     {"use_dynamic_finetuning": True}, {"use_eaft": True, "eaft_k": 5}, {"use_dft": True, "sample_packing": True},
 ])  # fmt: skip
 def test_weighted_losses_of_a_run(make, out, keys):
-    losses = []
-    for number, given in enumerate(({}, keys)):
-        history = train(make(**given, logging_steps=1, output_dir=f"{out}{number}")).trainer.state.log_history
-        losses.append(next(entry["loss"] for entry in history if "loss" in entry))
+    runs = [train(make(**given, logging_steps=1, output_dir=f"{out}{len(given)}")) for given in ({}, keys)]
+    losses = [run.trainer.state.log_history[0]["loss"] for run in runs]
     assert losses[1] == pytest.approx(losses[0] * (0.002 if "use_eaft" not in keys else 1.6), rel=0.5)
 
 
@@ -187,11 +185,16 @@ def test_some_layers_at_a_time(make, tmp_path):
         chosen.append({name.split(".")[2] for name in moved if ".layers." in name})
     assert all(len(layers) == 1 for layers in chosen)
     assert chosen[1] == chosen[2] and chosen[3] == chosen[4] and len(set(map(tuple, chosen))) == 2
-    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
-    assert {id(weight) for weight in trainer.optimizer.state} == {id(weight) for weight in trained}
+    assert {*map(id, trainer.optimizer.state)} == {
+        id(each) for each in trainer.model.parameters() if each.requires_grad
+    }
     resume = {"resume_from_checkpoint": tmp_path / "a" / "checkpoint-3"}
     again = train(make(**keys, output_dir=tmp_path / "b", **resume)).trainer
     assert_equal(weights(again.model), weights(trainer.model))
+    for wrong in ({"lisa_n_layers": 9}, {"lisa_n_layers": 1, "lisa_layers_attribute": "transformer.h"}):
+        with pytest.raises((ValueError, AttributeError)) as caught:
+            train(make(**wrong))
+        assert "lisa_layers_attribute" in told(caught.value)
 
 
 @pytest.mark.parametrize("keys", [{}, {"sample_packing": True, "sequence_len": 64}, STRIDED])
@@ -207,12 +210,4 @@ def test_rows_in_their_order(make, keys):
 
     with patch("ebft.run.trainer.callbacks_of", lambda config: [Spy()]):
         train(config)
-    rows = load_token_rows(config, load_tokenizer(config))[0]
-    assert seen == [token for row in rows for token in row["input_ids"]]
-
-
-@pytest.mark.parametrize("keys", [{"lisa_n_layers": 9}, {"lisa_n_layers": 1, "lisa_layers_attribute": "transformer.h"}])
-def test_layers_that_the_model_does_not_have(make, keys):
-    with pytest.raises((ValueError, AttributeError)) as caught:
-        train(make(**keys))
-    assert "lisa_layers_attribute" in told(caught.value)
+    assert seen == [token for row in load_token_rows(config, load_tokenizer(config))[0] for token in row["input_ids"]]

@@ -123,15 +123,12 @@ def test_rows_with_prompts_are_those_of_a_run_without_a_stream(make, tmp_path):
     tokenizer = load_tokenizer(config)
     expected = load_token_rows(whole, tokenizer)[0]
     with pytest.warns(UserWarning, match="row 2, and others, are cut to sequence_len"):
-        stream = stream_rows(config, tokenizer)
-        found = [row for row in islice(stream.rows(), 8)]
-    pieces = [list(zip(row["input_ids"], row["labels"])) for row in found]
+        found = list(islice(stream_rows(config, tokenizer).rows(), 8))
     parts = []
-    for row, pairs in zip(found, pieces):
-        for length in row["seq_lengths"]:
-            parts.append(pairs[:length])
-            pairs = pairs[length:]
-        assert not pairs and len(row["input_ids"]) <= 128
+    for row in found:
+        places = iter(zip(row["input_ids"], row["labels"], strict=True))
+        parts += [list(islice(places, length)) for length in row["seq_lengths"]]
+        assert not list(places)
     wanted = [list(zip(row["input_ids"], row["labels"])) for row in expected]
     assert len(wanted) == 4 and parts[:8] == [*wanted, *wanted]
     assert finished(config).trainer.state.global_step == 6

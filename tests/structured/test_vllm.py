@@ -188,7 +188,7 @@ def replaces(**values):
 
 
 # The adapter of step 0 is the base model.
-OLD = r"adapter of step 1 .*, but it sampled from the base model .* or the adapter of step 0"
+OLD = r"sampled from the base model .* or the adapter of step 0.*, not from the adapter of step 1"
 FAR = r"The limit is 0\.2 \(vllm_logp_diff_stop\)"
 FAULTS = {"an old adapter": (an_old_adapter, OLD), "no adapter": (lambda base: replaces(model=str(base)), OLD)}
 FAULTS |= {"a corrupted adapter": (a_corrupted_adapter, FAR)}

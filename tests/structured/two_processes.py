@@ -87,7 +87,7 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     first, second = of_all(outcomes)
     assert first == second and first[0] is None, (first, second)
     assert "differ from the trainer's by 0.5" in first[1], first[1]  # the fault of one of two, on average
-    assert "it sampled from the base model" in first[2], first[2]
+    assert "sampled from the base model" in first[2], first[2]
     server.reset()
 
 

@@ -356,11 +356,8 @@ class _Encoder:
         tokens = Labelled((row["input_ids"] or [])[:end], (row["labels"] or [])[:end], is_whole)
         reason = row["reason"]
         if not reason and is_whole and all(label == IGNORE for label in tokens.labels):
-            reason = (
-                row_counts.PROMPT_TOO_LONG
-                if any(label != IGNORE for label in row["labels"])
-                else row_counts.NO_REFERENCE
-            )
+            is_cut = any(label != IGNORE for label in row["labels"])
+            reason = row_counts.PROMPT_TOO_LONG if is_cut else row_counts.NO_REFERENCE
         note = f"left out: {reason}" if reason else "" if tokens.ids == row["input_ids"] else "cut to sequence_len"
         if note and note not in self._told:
             self._told.add(note)

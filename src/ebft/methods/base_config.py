@@ -51,9 +51,8 @@ def fsdp_arguments(config: BaseConfig) -> dict[str, Any]:
     """The arguments of transformers for a sharded run: one switch, and options without the prefix `fsdp_`."""
     if not config.fsdp:
         return {}
-    details = config.fsdp_config.model_dump(exclude_unset=True, exclude_none=True) if config.fsdp_config else {}
-    for name in ("final_state_dict_type", "activation_checkpointing"):
-        details.pop(name, None)
+    others = {"final_state_dict_type", "activation_checkpointing"}
+    details = (config.fsdp_config or FSDPKeys()).model_dump(exclude=others, exclude_unset=True, exclude_none=True)
     words = _words(config)
     if "offload" in words:
         details.setdefault("cpu_offload", True)

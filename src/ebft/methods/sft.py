@@ -81,10 +81,9 @@ class SFT(Method):
             yield f"{weighted[0]} has a loss of its own. Remove the other loss, or chunked_cross_entropy."
         if weighted and config.overrides_of_model_config.output_router_logits:
             yield f"{weighted[0]} excludes overrides_of_model_config.output_router_logits. Remove one."
-        if config.lisa_n_layers and config.streaming:
-            yield "lisa_n_layers is not supported with streaming. Remove one."
-        if config.lisa_n_layers and (config.adapter or config.fsdp or config.deepspeed or config.unfrozen_parameters):
-            yield "lisa_n_layers is for all weights on one GPU. Remove adapter, unfrozen_parameters, fsdp or deepspeed."
+        for key in ("adapter", "unfrozen_parameters", "fsdp", "deepspeed", "streaming") if config.lisa_n_layers else ():
+            if getattr(config, key):
+                yield f"lisa_n_layers is not supported with {key}. Remove one."
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         if config.chunked_cross_entropy and zero_stage(config) == 3:

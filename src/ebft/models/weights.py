@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from ebft.config.keys.models import BitsAndBytesKeys, ModelSettings, QatSection
 
 GROUP_SIZE = 32  # weights that share a scale, with int4
+SMALLEST = 1e-5  # scale of ternary weights, and of their inputs
 
 
 def torchao_settings(wanted: Any, device: torch.device) -> Any:
@@ -102,9 +102,6 @@ class TernaryLinear(nn.Linear):
             input = (given / scale).round().clamp(-127, 127) * scale + (input - given)
         weight = self.weight.detach()
         return F.linear(input, ternary(weight) + (self.weight - weight), self.bias)
-
-
-SMALLEST = 1e-5  # a scale
 
 
 def ternary(weight: Tensor) -> Tensor:
@@ -207,7 +204,7 @@ def quantise_experts(model: nn.Module, settings: ModelSettings) -> int:
             packed, unpack[name] = _packed(weight.data, settings.bnb_config_kwargs if settings.load_in_4bit else None)
             _replace(module, name, packed.view(*weight.shape[:-1], -1))
         if unpack:
-            _UnpackedWhileRunning(module, unpack).follow(outermost.get(id(module), module))
+            _UnpackedWhileRunning(module, unpack, outermost.get(id(module), module))
             count += len(unpack)
     return count
 
@@ -235,7 +232,9 @@ def _packed(weight: Tensor, options: BitsAndBytesKeys | None) -> tuple[Tensor, C
 def functional() -> Any:
     """The module `bitsandbytes.functional`."""
     with doing("importing bitsandbytes (pip install 'ebft[qlora]')"):
-        return import_module("bitsandbytes.functional")
+        from bitsandbytes import functional
+
+    return functional
 
 
 def unpacked_size(weight: Tensor) -> int:
@@ -251,10 +250,8 @@ def is_packed(weight: Tensor) -> bool:
 class _UnpackedWhileRunning:
     """Replaces packed weights of a module by whole ones during the passes of a module around it."""
 
-    def __init__(self, module: nn.Module, unpack: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, module: nn.Module, unpack: Mapping[str, Callable[[Tensor], Tensor]], around: nn.Module) -> None:
         self._module, self._unpack, self._kept = module, unpack, dict[str, Tensor]()
-
-    def follow(self, around: nn.Module) -> None:
         around.register_forward_pre_hook(self.before)
         around.register_forward_hook(self.after, always_call=True)
 

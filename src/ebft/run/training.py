@@ -351,8 +351,7 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     total = sum(unpacked_size(weight) for weight in model.parameters())
     how = ["random weights"] if config.reinit_weights else []
-    if config.fp8:
-        how.append("products in float8")
+    how += ["products in float8"] if config.fp8 else []
     if config.qat is not None:
         how.append(f"rounded to {config.qat.weight_dtype} from step {(config.qat.fake_quant_after_n_steps or 0) + 1}")
     held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"

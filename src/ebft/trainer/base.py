@@ -79,13 +79,11 @@ class OverTrainer(Trainer):
     _total_loss: float | None = 0.0  # of the steps before the one resumed at, as logged; None if unknown
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        model = kwargs.get("model", args[0] if args else None)
-        trained = (
-            [weight for weight in model.parameters() if weight.requires_grad] if isinstance(model, nn.Module) else []
-        )
-        before = [weight.data for weight in trained]
+        model: Any = kwargs.get("model", args[0] if args else None)
+        weights = model.parameters() if isinstance(model, nn.Module) else ()
+        before = [(weight, weight.data) for weight in weights if weight.requires_grad]
         super().__init__(*args, **kwargs)
-        for weight, own in zip(trained, before):  # TRL rounds adapters of quantised models to bfloat16
+        for weight, own in before:  # TRL rounds adapters of quantised models to bfloat16
             weight.data = weight.data if weight.dtype == own.dtype else own.to(weight.device)
         sharding.keep_whole_eight_bits(self.accelerator, self.model)
         self.budget: Budget = Budget()

@@ -109,10 +109,7 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
     if c.quantize_moe_experts and c.deepspeed is not None:
         yield "quantize_moe_experts is not supported with deepspeed. Remove one, or use fsdp."
     if c.quantize_moe_experts and c.fsdp_config and c.fsdp_config.cpu_ram_efficient_loading:
-        yield (
-            "quantize_moe_experts is not supported with cpu_ram_efficient_loading: each process needs the scales of "
-            "the weights. Set it to false."
-        )
+        yield "quantize_moe_experts needs cpu_ram_efficient_loading: false, since each process needs the scales."
     if c.load_in_8bit and c.adapter is None:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.qat is not None and (c.adapter is not None or c.rl is not None or c.reward_model or c.process_reward_model):

@@ -234,8 +234,9 @@ def check_server(
     if difference <= limit:
         return entry, difference
     raise RolloutError(
-        f"{who}: log-probabilities of {_TOKENS} tokens differ by {difference:.2f} nats on average (tolerance {limit}): "
-        "it is another model or temperature. Start it with the config of this run: `ebft vllm-serve CONFIG`."
+        f"{who}: they are different models, or log-probabilities are at another temperature: on {_TOKENS} tokens they "
+        f"differ by {difference:.2f} nats on average (tolerance {limit}). Start it with the config of this run: `ebft "
+        "vllm-serve CONFIG` sets --logprobs-mode processed_logprobs."
     )
 
 
