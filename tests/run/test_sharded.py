@@ -115,18 +115,16 @@ def test_two_processes_train_as_one(trained, inputs, name):
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ADAPTED = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
 ADAPTED |= {"lora_target_parameters": EXPERTS, "chat_template": "chatml", "lora_target_linear": False}
-IN_8_BITS = {"load_in_8bit": True, "quantize_moe_experts": True}
-IN_4_BITS = {"adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
+IN_8, IN_4 = {"load_in_8bit": True, "adapter": "lora"}, {"load_in_4bit": True, "adapter": "qlora"}
 
 
-@pytest.mark.parametrize("bits", [{}, IN_8_BITS, IN_4_BITS])
+@pytest.mark.parametrize("bits", [{}, IN_8, IN_4])
 @pytest.mark.parametrize("name", ["sft", "strided", "structured"])
 def test_fused_experts(name, bits, trained, moe):
-    keys = {**ADAPTED, **bits, "base_model": str(moe), "gradient_checkpointing": name == "sft"}
+    keys = {**ADAPTED, **bits, "quantize_moe_experts": bool(bits), "base_model": str(moe)}
     one = trained(name, 1, **keys)
     assert all(value.any() and value.dtype == torch.float32 for value in one[1].values())
-    keys |= {"gradient_checkpointing": False, "fsdp": True}
-    keys["fsdp_config"] = {**PARTS["fsdp_config"], "activation_checkpointing": name == "sft"}
+    keys |= {"fsdp": True, "fsdp_config": {**PARTS["fsdp_config"], "activation_checkpointing": name == "sft"}}
     assert_same(trained(name, 2, **keys), one)
 
 
