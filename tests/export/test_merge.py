@@ -197,11 +197,8 @@ def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, t
     options = {"quant_type": "fp4" if kwargs is FP4 else "nf4", "compress_statistics": kwargs is not PLAIN}
     expected = with_adapter(base, adapter)
     weights = [each for each in expected.parameters() if each.dim() == 3] if experts else []
-    weights += [
-        module.weight
-        for name, module in expected.named_modules()
-        if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name
-    ]
+    own = [module for name, module in expected.named_modules() if "lora_" not in name and "lm_head" not in name]
+    weights += [module.weight for module in own if isinstance(module, torch.nn.Linear)]
     for weight in weights:
         before = weight.data.bfloat16()
         if bits == 4:

@@ -1,5 +1,6 @@
 """Loading the base model: type, placement, vocabulary and limits."""
 
+import gc
 import importlib.util
 import warnings
 from pathlib import Path
@@ -141,8 +142,10 @@ def test_quantised_experts(kind, bits, make_base, make_config, tokenizer):
         save_multimodal(kind, base)
     keys = {"base_model": base, "adapter": "qlora" if bits == 4 else "lora", f"load_in_{bits}bit": True, "lora_r": 4}
     keys |= {"lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-    dense = load.load_model(make_config(**keys), tokenizer)
     packed = load.load_model(make_config(**keys, quantize_moe_experts=True), tokenizer)
+    whole = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.dim() == 3]
+    assert not any(each.is_floating_point() and each.shape[0] == packed.config.num_experts for each in whole)
+    dense = load.load_model(make_config(**keys), tokenizer)
     for weight in dense.parameters():
         if weight.dim() == 3:
             if bits == 4:
@@ -176,9 +179,8 @@ def test_quantised_experts(kind, bits, make_base, make_config, tokenizer):
 def test_layers_that_are_not_quantised(kind, left, make_base, make_config, tokenizer):
     """Neither while loading, nor when an adapter is merged."""
     bnb, base = pytest.importorskip("bitsandbytes"), tiny_model(kind)
-    config = make_config(
-        base_model=make_base(base), adapter="qlora", load_in_4bit=True, lora_r=4, lora_target_linear=True
-    )
+    keys = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_target_linear": True}
+    config = make_config(base_model=make_base(base), **keys)
     model = load.load_base_model(config, tokenizer)
     packed = {name for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
     linear = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}

@@ -112,9 +112,8 @@ def test_two_processes_train_as_one(trained, inputs, name):
     assert_same(trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE), one)
 
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-ADAPTED = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
-ADAPTED |= {"lora_target_parameters": EXPERTS, "chat_template": "chatml", "lora_target_linear": False}
+ADAPTED = {"adapter": "lora", "lora_r": 4, "lora_target_modules": ["q_proj"], "chat_template": "chatml"}
+ADAPTED |= {"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "lora_target_linear": False}
 IN_8, IN_4 = {"load_in_8bit": True, "adapter": "lora"}, {"load_in_4bit": True, "adapter": "qlora"}
 
 

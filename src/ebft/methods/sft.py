@@ -175,7 +175,8 @@ class SFT(Method):
         return [key for key in KERNELS if getattr(config, key)]
 
     def _may_be_in_chunks(self, config: MethodConfig) -> bool:
-        return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
+        excluded = config.torch_compile or config.use_dynamic_finetuning or config.use_eaft or zero_stage(config) == 3
+        return config.chunked_cross_entropy is not False and not excluded
 
 
 # Key -> what Liger calls it. Its kernel of gated layers has two names; a model has one.

@@ -116,9 +116,8 @@ def keep_whole_eight_bits(accelerator: Any, model: nn.Module) -> None:
     find these by their names in the state dict."""
     if _plugin(accelerator) is None:
         return
-    in_eight = [
-        module for module in model.modules() if type(vars(module)["_parameters"].get("weight")).__name__ == "Int8Params"
-    ]
+    is_in_eight = lambda module: any(type(own).__name__ == "Int8Params" for own in module.parameters(recurse=False))
+    in_eight = [*filter(is_in_eight, model.modules())]
     _plugin(accelerator).ignored_modules = in_eight or None
 
     def forget_scales(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -141,10 +141,8 @@ def prepare_rounding(model: PreTrainedModel, wanted: QatSection) -> None:
     plain = [name for name, layer in linear.items() if type(layer) is nn.Linear]
     if wanted.weight_dtype == "ternary":
         for name in plain:
-            linear[name].__class__, vars(linear[name])["rounds_inputs"] = (
-                TernaryLinear,
-                wanted.activation_dtype == "int8",
-            )
+            vars(linear[name])["rounds_inputs"] = wanted.activation_dtype == "int8"
+            linear[name].__class__ = TernaryLinear
     else:
         quantize_(model, settings, lambda module, name: name in plain)
     if embeddings:
@@ -221,10 +219,11 @@ def _packed(weight: Tensor, options: BitsAndBytesKeys | None) -> tuple[Tensor, C
 
         return found, from_four_bits
     found, scale, _ = functional().int8_vectorwise_quant(weight.flatten(0, -2).half())
+    dtype = weight.dtype  # not the weight, which would stay in memory
 
     def from_eight_bits(packed: Tensor) -> Tensor:
         whole = functional().int8_vectorwise_dequant(packed.flatten(0, -2), scale.to(packed.device))
-        return whole.view(packed.shape).to(weight.dtype)
+        return whole.view(packed.shape).to(dtype)
 
     return found, from_eight_bits
 

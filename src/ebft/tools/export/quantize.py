@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from ebft.catalog import refuse_classifier
@@ -79,7 +80,7 @@ def quantize_model(
     before = perplexity(plain, scored)
     if is_ternary:
         for layer in quantised_layers(wanted, plain)[0].values():
-            layer.weight.data = ternary(layer.weight.data)
+            layer.weight.data = ternary(layer.weight.data) if type(layer) is nn.Linear else layer.weight.data
     model = plain if is_ternary else None
     del plain
     inputs = f" with activation_dtype: {wanted.activation_dtype}" if wanted.activation_dtype else ""
