@@ -127,9 +127,14 @@ endif
 study: $(STAMP)
 	$(BIN)/python studies/smollm2/run.py --scale $(MODEL) $(if $(HOURS),--hours $(HOURS))
 
-# The wheel and the source archive, in dist/.
+# The wheel and the source archive of the last commit, in dist/. REPOSITORY=https://github.com/NAME/ebft makes the links of
+# the README absolute, as the package index needs them.
+dist: LINKS = s|(!\[[^]]*\]\()([^:)]+\))|\1$(REPOSITORY)/raw/main/\2|; s|\]\(([^:)\#]+[)\#])|]($(REPOSITORY)/blob/main/\1|g
+dist: URLS = s|^urls = .|&Repository = "$(REPOSITORY)", |
 dist: $(STAMP)
-	$(BIN)/python -m build --outdir dist .
+	rm -rf build/dist && mkdir -p build/dist && git archive HEAD | tar -x -C build/dist
+	$(if $(REPOSITORY),sed -i -E '$(LINKS); $(URLS)' build/dist/README.md build/dist/pyproject.toml)
+	$(BIN)/python -m build --outdir dist build/dist
 
 # Generated pages and figures in docs/, then the site in site/, which needs no network.
 docs: $(STAMP)
