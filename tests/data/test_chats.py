@@ -39,6 +39,9 @@ def entry(**keys):
      {"field_thinking": "thoughts", "template_thinking_key": "thinking"}, [assistant("Hello", thinking="hm")]),
     ({"messages": TAGGED}, {}, TAGGED),
     ({"messages": TAGGED}, {"split_thinking": True}, [TAGGED[0], assistant("Hello", reasoning_content="hm")]),
+    *(({"messages": [assistant([{"type": "thinking", "thinking": thought, "text": None}, "Hello"])]}, {},
+       [assistant("Hello", reasoning_content="hm")])
+      for thought in ("hm", [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}])),
     ({"messages": [], "system": "Be exact"}, {}, []),
     ({"messages": [PLAIN[0], {"role": "bard", "content": "Hello"}]}, {"roles": {"narrator": ["bard"]}},
      [PLAIN[0], {"role": "narrator", "content": "Hello"}]),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ebft.data import messages, rendering
 from ebft.data.tokens import TAGS, Tokens, adds_space, ids_after, mask_after, split_thinking, thinking_spans
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 
@@ -22,6 +23,21 @@ from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 def test_blocks(text, blocks, split):
     assert [text[start:end] for start, end in thinking_spans(text)] == blocks
     assert split is None or split_thinking(text) == split
+
+
+PARTS = """{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}
+{%- elif part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]{% endif %}{% endfor %}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("reply", ["Four.", ""])
+def test_thinking_that_the_template_reads_in_parts(chat_tokenizer, reply, monkeypatch):
+    monkeypatch.setattr(chat_tokenizer, "chat_template", PARTS)
+    parts = [{"type": "thinking", "thinking": "2+2"}, *([{"type": "text", "text": reply}] if reply else [])]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": parts}]
+    render = rendering.ChatTemplate(chat_tokenizer)
+    assert render(messages.as_texts(chat)) == chat_tokenizer.apply_chat_template(chat, tokenize=False)
+    assert render([chat[0], {"role": "assistant", "content": reply, "reasoning": "2+2"}]).endswith(f"[/THINK]{reply}")
 
 
 def test_tokens_of_a_block(tokenizer):

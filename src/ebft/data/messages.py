@@ -65,7 +65,7 @@ def as_texts(messages: Iterable[Message]) -> list[Message]:
         # Templates check for the presence of keys.
         rest = _with_calls({key: value for key, value in message.items() if value is not None}, number)
         if "content" in rest or not rest.get("tool_calls"):
-            rest["content"] = message_text(rest, number)
+            rest = _as_text(rest, number)
         found.append(rest)
     return found
 
@@ -106,6 +106,16 @@ def _unpacked(value: Any, what: str) -> Any:
     """The value of a JSON text; another value as it is."""
     with doing(f"reading {what} as JSON"):
         return json.loads(value) if isinstance(value, str) else value
+
+
+def _as_text(message: Message, number: int) -> Message:
+    """The message with its content as text, and with the thinking of a first part (Anthropic, Mistral) in a key."""
+    content, is_reply = message.get("content"), message.get("role") == "assistant"
+    first = content[0] if is_reply and isinstance(content, list) and content else None
+    if isinstance(first, Mapping) and first.get("type") == "thinking" and not any(map(message.get, THINKING)):
+        thinking = message_text({**message, "content": first.get("thinking")}, number)
+        message = {**message, THINKING[0]: thinking, "content": content[1:]}
+    return {**message, "content": message_text(message, number)}
 
 
 def message_text(message: Mapping[str, Any], number: int) -> Any:
@@ -298,7 +308,7 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
         if isinstance(role, str):
             message["role"] = aliases.get(role, role)
         if message.get("content") is not None:
-            message["content"] = message_text(message, number)
+            message = _as_text(message, number)
         return _with_thinking(message, entry)
 
     return normal

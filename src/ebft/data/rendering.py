@@ -141,6 +141,12 @@ class ChatTemplate:
         return f'"{_REPLY}"' in self._text([_ASKED, calls, {**_RESULT, "content": {_REPLY: _REPLY}}])
 
     @cached_property
+    def _reads_thinking_parts(self) -> bool:
+        """Whether the template writes thinking that is a part of the content (Magistral, Ministral 3)."""
+        text = self._text([_ASKED, {"role": "assistant", "content": _in_parts(_REPLY, "?")}])
+        return _REPLY in text and "'type'" not in text  # Python's text of a list
+
+    @cached_property
     def _doubles_thinking(self) -> bool:
         """Whether the template writes an empty thinking block before the one in a content."""
         if not self.thinking_keys:
@@ -153,10 +159,13 @@ class ChatTemplate:
     def _with_thinking(self, message: Message) -> Message:
         """The message with its thinking in a key that the template reads, if there is one."""
         given = next((key for key in tokens.THINKING if message.get(key)), None)
-        if given is not None and self.thinking_keys and given not in self.thinking_keys:
-            rest = {key: value for key, value in message.items() if key != given}
-            return {**rest, self.thinking_keys[0]: message[given]}
         content = message.get("content")
+        if given is not None and given not in self.thinking_keys:
+            rest = {key: value for key, value in message.items() if key != given}
+            if self.thinking_keys:
+                return {**rest, self.thinking_keys[0]: message[given]}
+            if self._reads_thinking_parts:
+                return {**rest, "content": _in_parts(message[given], content)}
         spans = tokens.thinking_spans(content) if given is None and isinstance(content, str) else []
         starts = len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
         if starts and self._doubles_thinking:
@@ -229,6 +238,11 @@ def _as_read(convert: Callable[[Any], Any], is_flat: bool, call: Mapping[str, An
     function = {**function, **({"arguments": convert(function["arguments"])} if "arguments" in function else {})}
     rest = {key: call[key] for key in call if key != "function"}
     return rest | function if is_flat else {**call, "function": function}
+
+
+def _in_parts(thinking: str, content: Any) -> list[Any]:
+    rest = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    return [{"type": "thinking", "thinking": thinking}, *rest]
 
 
 def _as_object(arguments: Any) -> Any:

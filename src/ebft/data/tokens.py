@@ -145,6 +145,7 @@ TAGS = (
     ("<thinking>", "</thinking>"),
     ("<reasoning>", "</reasoning>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("[THINK]", "[/THINK]"),
 )
 TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
 _BLOCK = re.compile("|".join(rf"{re.escape(start)}(.*?){re.escape(end)}\s*" for start, end in TAGS), re.DOTALL)
