@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedConfig
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models import load, pretrained
@@ -96,7 +96,7 @@ DEFAULTS = {"quant_type": "nf4", "use_double_quant": True, "compute_dtype": torc
 ])  # fmt: skip
 def test_settings_of_bitsandbytes(make_config, monkeypatch, keys, given, expected):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    found = load.quantisation_config(make_config(**keys, bnb_config_kwargs=given))
+    found = load.quantisation_config(make_config(**keys, bnb_config_kwargs=given), PreTrainedConfig())
     assert {name: getattr(found, f"bnb_4bit_{name}") for name in DEFAULTS} == DEFAULTS | expected
     assert (found.load_in_8bit, found.llm_int8_threshold) == ((True, 5.0) if keys is EIGHT_BITS else (False, 6.0))
 
@@ -175,14 +175,17 @@ def test_quantised_experts(kind, bits, make_base, make_config, tokenizer):
         assert torch.allclose(dense(ids, use_cache=False).logits, packed(ids, use_cache=False).logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind, left", [("falcon_h1", ("out_proj", "lm_head")), ("llama", ("lm_head",))])
-def test_layers_that_are_not_quantised(kind, left, make_base, make_config, tokenizer):
+@pytest.mark.parametrize("kind, keys, left", [
+    ("falcon_h1", FOUR_BITS, ("out_proj", "lm_head")), ("llama", FOUR_BITS, ("lm_head",)),
+    ("deepseek_v3", FOUR_BITS, ("lm_head",)), ("deepseek_v3", EIGHT_BITS, ("kv_b_proj", "lm_head")),
+])  # fmt: skip
+def test_layers_that_are_not_quantised(kind, keys, left, make_base, make_config, tokenizer):
     """Neither while loading, nor when an adapter is merged."""
     bnb, base = pytest.importorskip("bitsandbytes"), tiny_model(kind)
-    keys = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_target_linear": True}
     config = make_config(base_model=make_base(base), **keys)
     model = load.load_base_model(config, tokenizer)
-    packed = {name for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    layers = bnb.nn.Linear4bit, bnb.nn.Linear8bitLt
+    packed = {name for name, module in model.named_modules() if isinstance(module, layers)}
     linear = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
     assert packed == {name for name in linear if not name.endswith(left)} != linear
     rounding = BitsAndBytesRounding(base, config)

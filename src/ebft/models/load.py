@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import BitsAndBytesConfig, GenerationConfig, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    BitsAndBytesConfig,
+    GenerationConfig,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ebft.catalog import as_folder, base_name, is_gguf
 from ebft.config.keys.models import ModelSettings
@@ -79,8 +86,7 @@ def load_base_model(
         "attn_implementation": usable_attention(config.attn_implementation),
         "device_map": config.device_map,
         "max_memory": config.max_memory,
-        "quantization_config": quantisation_config(config, model_config.get_text_config().model_type)
-        or _dequantised(config, model_config),
+        "quantization_config": quantisation_config(config, model_config) or _dequantised(config, model_config),
         "experts_implementation": config.experts_implementation,
     }
     with prefixed("base_model"), doing(f"loading base_model: {config.base_model}"):
@@ -304,20 +310,28 @@ def _is_quantised(config: ModelSettings) -> bool:
     return config.load_in_4bit or config.load_in_8bit
 
 
-# Layers whose weights are read as numbers by other code: fused kernels of Mamba 2, and Gemma 3n, which clamps them.
-NOT_QUANTISED = {"gemma3n_text": ("prediction_coefs", "correction_coefs")}
 _MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
-NOT_QUANTISED |= dict.fromkeys(_MAMBA_2, ("out_proj",))
 
 
-def quantisation_config(config: ModelSettings, model_type: str = "") -> BitsAndBytesConfig | None:
+def not_quantised(config: ModelSettings, model_config: PreTrainedConfig) -> list[str]:
+    """Layers that stay in 16 bits: other code reads their numbers (fused kernels of Mamba 2, Gemma 3n, which clamps).
+
+    In 8 bits, also those whose inputs have four dimensions, which bitsandbytes confuses (multi-head latent attention).
+    """
+    model_config = model_config.get_text_config()
+    found = ["kv_b_proj"] if config.load_in_8bit and hasattr(model_config, "kv_lora_rank") else []
+    found += ["prediction_coefs", "correction_coefs"] if model_config.model_type == "gemma3n_text" else []
+    return [*found, *(["out_proj"] if model_config.model_type in _MAMBA_2 else [])]
+
+
+def quantisation_config(config: ModelSettings, model_config: PreTrainedConfig) -> BitsAndBytesConfig | None:
     """Settings for 4-bit or 8-bit weights, or None without quantisation; see `usable_quantisation`."""
     if not _is_quantised(config := usable_quantisation(config)):
         return None
     given = config.bnb_config_kwargs
-    left = NOT_QUANTISED.get(model_type)
+    left = not_quantised(config, model_config)
     return BitsAndBytesConfig(
-        llm_int8_skip_modules=left and ["lm_head", "score", *left],
+        llm_int8_skip_modules=["lm_head", "score", *left] if left else None,
         load_in_4bit=config.load_in_4bit,
         load_in_8bit=config.load_in_8bit,
         llm_int8_threshold=given.llm_int8_threshold,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import get_token
-from transformers import TrainerCallback
+from transformers import PreTrainedConfig, TrainerCallback
 
 from ebft.catalog import base_name, is_gguf
 from ebft.config.keys.run import BudgetSection
@@ -101,7 +101,7 @@ def _check_packages(config: RunConfig) -> list[str]:
     """Warn or raise for optional packages that the config needs; returns those that it uses."""
     used = ["gguf"] if is_gguf(base_name(config.base_model, config.gguf_file)) else []
     if config.load_in_4bit or config.load_in_8bit:
-        quantisation_config(config)
+        quantisation_config(config, PreTrainedConfig())
         used.append("bitsandbytes")
     if (attention := usable_attention(config.attn_implementation)) is not None:
         used.append(f"{attention} attention")

@@ -217,7 +217,7 @@ class BitsAndBytesRounding:
         self._settings, self._dtype = settings, load.weights_dtype(settings)
         with doing("importing bitsandbytes: the adapter was trained on quantised weights (pip install 'ebft[qlora]')"):
             self._functional = import_module("bitsandbytes.functional")
-        kept = [*get_keys_to_not_convert(model), *load.NOT_QUANTISED.get(model.config.get_text_config().model_type, ())]
+        kept = [*get_keys_to_not_convert(model), *load.not_quantised(settings, model.config)]
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         is_within = lambda name, other: name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
         self._names = {f"{name}.weight" for name in linear if not any(is_within(name, other) for other in kept)}
