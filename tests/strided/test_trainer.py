@@ -74,6 +74,10 @@ def test_rows_of_text_are_tokenised_as_in_a_config(tmp_path):
         start = found["turn_spans"][0][0] if found["turn_spans"] else found["prompt_length"]
         assert len(found["turn_spans"]) < 2 and tokenizer.decode(found["input_ids"][start:]).startswith(words)
         assert trainer.train().global_step == 1
+    for part in (chat_model(tokenizer), tokenizer):
+        part.save_pretrained(tmp_path / "named")
+    named = StridedEBFTTrainer(str(tmp_path / "named"), args, Dataset.from_list([row]))
+    assert named.train_dataset[0] == found and named.processing_class.vocab == tokenizer.vocab
     with pytest.raises(DataError, match="eval_dataset has the columns answer. Rows need input_ids or"):
         trainer.evaluate({"a": Dataset.from_list([{"answer": words}])})
 

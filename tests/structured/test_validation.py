@@ -35,10 +35,17 @@ def of(*truths, **more):
     return Dataset.from_list([{"prompt": "a", "ground_truth": truth, **more} for truth in truths])
 
 
+def test_the_completion_of_rows_for_sft_is_the_reference(chat_tokenizer, build):
+    reply = lambda text: [{"role": "assistant", "content": text}]
+    for rows in (of(*"abc"), of(*map(reply, "abc"))):
+        trainer = build(conftest.chat_model(chat_tokenizer), rows.rename_column("ground_truth", "completion"))
+        assert trainer.train_dataset["ground_truth"][:] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(("dataset", "error", "message"), [
     (of(*"ab c"), DataError, "1 rows whose ground_truth is empty .* row 2"),
     (of(*["b " * 300] * 3), DataError, r"max_position_embeddings \(512\)"),
-    (of(*"abc").rename_column("ground_truth", "completion"), DataError, "no column ground_truth, .* but prompt, compl"),
+    (of(*"abc").rename_column("ground_truth", "answer"), DataError, "no column ground_truth or .* but prompt, answer"),
     (of("b"), DataError, "1 prompts are fewer than the 3 of one generation"),
     ({"bias": "all"}, ModelError, "parameters of the base model are trainable"),
     ({"init_lora_weights": "pissa"}, ModelError, "modifies the base"),

@@ -27,7 +27,7 @@ from ebft.data.rendering import ChatTemplate
 from ebft.features import FeatureNetwork
 from ebft.machine import copy_to
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
-from ebft.models.pretrained import check_adapter, disable_dropout, load
+from ebft.models.pretrained import check_adapter, disable_dropout, find_model, load, pretrained_tokenizer
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
 from ebft.monitor.metrics import HeldOutRows, Throughput
 from ebft.monitor.run_files import ScoredRollouts
@@ -109,6 +109,9 @@ class StridedEBFTTrainer(OverTrainer):
         args = args if args is not None else StridedEBFTConfig()
         check_trainer_arguments(args, kwargs)
         resolve_single_sample(args)
+        is_tokenised = "input_ids" in (getattr(train_dataset, "column_names", None) or ["input_ids"])
+        if isinstance(model, str) and not is_tokenised and kwargs.get("processing_class") is None:
+            kwargs["processing_class"] = pretrained_tokenizer(find_model(model, "model"))
         model = load(model, peft_config, args.seed)
         check_whole(model)
         check_adapter(model)

@@ -185,6 +185,18 @@ def check_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> Non
         raise DataError(problem)
 
 
+def with_references(dataset: Any) -> Any:
+    """Rows of TRL's SFTTrainer with the text or message of `completion` in `ground_truth`; others as they are."""
+    if isinstance(dataset, dict):
+        return {key: with_references(part) for key, part in dataset.items()}
+    names = getattr(dataset, "column_names", None) or ()
+    if not isinstance(dataset, Dataset) or "completion" not in names or "ground_truth" in names:
+        return dataset
+    is_one = lambda reply: isinstance(reply, list) and len(reply) == 1
+    text = lambda reply: reply[0]["content"] if is_one(reply) else reply
+    return dataset.map(lambda row: {"ground_truth": text(row["completion"])}, remove_columns="completion")
+
+
 def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> Iterator[str]:
     present = getattr(dataset, "column_names", None) or ()
     if "remaining_turns" in present and args.use_vllm and not args.uses_server:
@@ -195,7 +207,7 @@ def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool)
     if not isinstance(dataset, Dataset):
         return
     if needs_reference and "ground_truth" not in present:
-        yield f"{name} has no column ground_truth, the text of the reference, but {', '.join(present)}."
+        yield f"{name} has no column ground_truth or completion, the text of the reference, but {', '.join(present)}."
     texts = dataset["ground_truth"] if needs_reference else ()
     empty = [i for i, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]
     if empty:

@@ -72,8 +72,10 @@ class RolloutGRPOTrainer(OverTRL):
         if args.disable_dropout:
             disable_dropout(model)
         for name in [name for name in ("train_dataset", "eval_dataset") if name in kwargs]:
-            config.check_rows(name, kwargs[name], args, needs_reference=isinstance(args, config.EBFTConfig))
-            kwargs[name] = with_own_calls(kwargs[name])
+            is_ebft = isinstance(args, config.EBFTConfig)
+            rows = config.with_references(kwargs[name]) if is_ebft else kwargs[name]
+            config.check_rows(name, rows, args, needs_reference=is_ebft)
+            kwargs[name] = with_own_calls(rows)
         funcs = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         is_interactive = config.check_interactive(args, funcs, kwargs)
         if kwargs.get("rollout_func") is not None:

@@ -35,7 +35,7 @@ HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with di
 class EBFTTrainer(grpo.RolloutGRPOTrainer):
     """Trainer for structured EBFT of a causal LM (Jelassi et al. 2026, section 2).
 
-    Rows contain `prompt` (text or messages) and `ground_truth` (text), whose length limits the completions
+    Rows contain `prompt` (text or messages) and `ground_truth` or `completion` (text), whose length limits completions
     (`adaptive_max_tokens`), and optionally `remaining_turns` (messages) and columns for `reward_funcs`, which are added
     to the feature-matching reward. `args.reward_weights` are the weights of the feature-matching reward and of
     `reward_funcs`, in this order. The feature network is `model` with its adapter disabled, or else a frozen copy
