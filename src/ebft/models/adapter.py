@@ -158,23 +158,27 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
     """`model`, in which only the parameters with a name that matches one of `patterns` from the start are trained.
     None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in a multimodal
-    model. Raises ModelError for a pattern that matches none."""
+    model. Raises ModelError if no pattern matches one; if another does, one that matches none is a warning."""
     if patterns is None:
         return model
     names, stored = [name for name, _ in model.named_parameters()], stored_names(model)
-    trained: set[str] = set()
+    trained, without = set[str](), list[str]()
     for pattern in patterns:
         with doing(f"reading the regular expression {pattern!r:.200} of unfrozen_parameters"):
             found = [name for name in names if re.match(pattern, name)]
             if not found or not targets.excludes_names(pattern):
                 found += _by_other_names(stored, pattern, found)
-        if not found:
-            raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
-                f"{list(stored)[len(stored) // 2]} and {list(stored)[-1]}; a layer with tied weights has the name of "
-                "the first one."
-            )
         trained.update(found)
+        without += [] if found else [repr(pattern)]
+    if without:
+        problem = (
+            f"unfrozen_parameters: {', '.join(without)} matches no parameter. Names are compared from the start, like "
+            f"{list(stored)[len(stored) // 2]} and {list(stored)[-1]}; a layer with tied weights has the name of the "
+            "first one."
+        )
+        if not trained:
+            raise ModelError(problem)
+        warn(problem)  # as in configs of axolotl for several models
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     return model
