@@ -4,7 +4,7 @@ A key without effect is accepted without a warning if its value describes what h
 errors, unless they are empty or false. Other keys have another name here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import Field, create_model, model_validator
@@ -117,13 +117,17 @@ _ACCEPTED = {
     "model_type": "type_of_model",
     "neftune_noise_alpha": "noisy_embedding_alpha",
     "rl_beta": "dpo_beta",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
     "use_dynamic_finetuning": "use_dft",
     "wandb_name": "wandb_run_name trackio_run_name mlflow_run_name swanlab_experiment_name",
 }
-# Key -> its names in other trainers, which are refused.
+_OF_TRL = {"vllm_importance_sampling_clip_max": "vllm_importance_sampling_cap"}  # names of keys in `trl:`
+# Key -> its names in other trainers, which are accepted with a warning.
 _ELSEWHERE = {
     "base_model": "model model_name_or_path",
+    "flash_attention": "use_flash_attention",
+    "gradient_checkpointing": "use_gradient_checkpointing",
+    "lora_model_dir": "adapter_path",
+    "test_datasets": "val_datasets eval_datasets",
     "eval_batch_size": "per_device_eval_batch_size",
     "learning_rate": "lr",
     "lora_modules_to_save": "modules_to_save",
@@ -137,14 +141,13 @@ _ELSEWHERE = {
     "optimizer": "optim",
     "revision_of_model": "model_revision",
     "rl_beta": "kto_beta orpo_beta simpo_beta",
-    "sequence_len": "max_length max_seq_len max_seq_length",
+    "sequence_len": "max_length max_seq_len max_seq_length cutoff_len",
+    "tokenizer_config": "tokenizer_path tokenizer_name",
     "train_on_inputs": "train_on_input",
-    "trl.max_completion_length": "max_new_tokens",
-    "wandb_name": "run_name",
+    "wandb_name": "run_name wandb_run",
 }
-SAME_KEYS, OTHER_NAMES = (
-    {name: key for key, names in table.items() for name in names.split()} for table in (_ACCEPTED, _ELSEWHERE)
-)
+_FOREIGN = {name for names in _ELSEWHERE.values() for name in names.split()}
+SAME_KEYS = {name: key for table in (_ACCEPTED, _ELSEWHERE) for key, names in table.items() for name in names.split()}
 # Keys with a value that has another form here: what it is replaced with, and what the user is told.
 _OFFLOADED = (
     {"gradient_checkpointing": True, "activation_offloading": True},
@@ -152,10 +155,11 @@ _OFFLOADED = (
 )
 _REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
     **{("gradient_checkpointing", name): _OFFLOADED for name in ("offload", "unsloth")},
-    ("activation_offloading", "legacy"): (
-        {"activation_offloading": True},
-        "is replaced with true, which does the same",
-    ),
+    **{
+        ("activation_offloading", name): ({"activation_offloading": True}, "is replaced with true: to main memory")
+        for name in ("legacy", "hidden_states", "disk")
+    },
+    ("optimizer", "adamw_hf"): ({"optimizer": "adamw_torch"}, "is replaced with adamw_torch: transformers removed it"),
     ("attn_implementation", "xformers"): ({}, "is ignored: the model's default has the same memory-efficient kernels"),
     ("float16", True): ({"fp16": True}, "is replaced with fp16: true, mixed precision with a scaled loss"),
     ("bfloat16", True): ({"bf16": True}, "is replaced with bf16: true, which has bfloat16 weights as well"),
@@ -203,6 +207,7 @@ _IGNORED = {
     "embeddings_skip_upcast qlora_sharded_model_loading low_cpu_mem_usage base_model_ignore_patterns": "transformers "
     "and PEFT load only what is needed, one weight at a time; see fsdp_config.cpu_ram_efficient_loading",
     "freeze_mm_modules": "only the text model is loaded",
+    "use_peft": "adapter decides it",
     "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model is_llama_derived_model cls_model_config "
     "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy gptq gptq_groupsize gptq_model_v1 gptq_use_triton "
     "gptq_disable_exllama": _OF_FILES,
@@ -244,7 +249,8 @@ _IGNORED = {
     "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature": "there "
     "is no page for prompts; use ebft inference",
     "use_otel_metrics otel_metrics_host otel_metrics_port": "metrics are written to metrics.jsonl in output_dir",
-    "hf_use_auth_token use_auth_token push_to_hub": "hub_model_id uploads the model; see `hf auth login`",
+    "hf_use_auth_token use_auth_token push_to_hub push_adapter_to_hub": "hub_model_id uploads the model; see `hf auth "
+    "login`",
     "include_tokens_per_second include_tkps do_causal_lm_eval eval_causal_lm_metrics": "it is always logged",
     "do_bench_eval eval_table_size eval_table_max_new_tokens eval_max_new_tokens generate_samples "
     "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
@@ -252,7 +258,7 @@ _IGNORED = {
     "swanlab_description swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer "
     "swanlab_lark_webhook_url swanlab_lark_secret": "transformers does not pass it to SwanLab",
     "torchdistx_path": "torchdistx is not used",
-    "strict": "unknown keys are always errors",
+    "strict": "an unknown key that is like another one is always an error",
     "debug": "there is no debug mode; `ebft preprocess --debug` shows rows",
 }
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -300,28 +306,31 @@ class CarriedOverKeys(_IgnoredKeys):
         """Accept unsupported keys that are empty or false, or repeat another key, as configs for other trainers do."""
         if not isinstance(data, dict):
             return data
-        found = _asked(data, UNSUPPORTED_KEYS.keys() | SINGLE | {"bfloat16", "float16"})
-        found["trl"] = _asked(found.get("trl"), {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS}) or None
+        found = _asked(data, UNSUPPORTED_KEYS.keys() | SINGLE | {"bfloat16", "float16"}, SAME_KEYS)
+        without = {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS}
+        found["trl"] = _asked(found.get("trl"), without, _OF_TRL) or None
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
-                found[section] = [_of_sharegpt(each, found.get("chat_template")) for each in found[section]]
+                found[section] = [_of_dataset(each, found) for each in found[section]]
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found
 
 
-def _asked(values: Any, unsupported: Iterable[str]) -> Any:
+def _asked(values: Any, unsupported: Iterable[str], other_names: Mapping[str, str]) -> Any:
     """A mapping without keys that ask for nothing, and with one name of each key."""
     if not isinstance(values, dict):
         return values
     nothing = {key: ("",) for key in values.keys() - {"step_separator"}}
     nothing |= dict.fromkeys(unsupported, (None, False, "", [], {}))
     found = {key: value for key, value in values.items() if value not in nothing.get(key, ())}
-    for name, key in SAME_KEYS.items():
+    for name, key in other_names.items():
         value, given = found.pop(name, None), found.get(key)
         if given is None and value is not None:
             found[key] = value
+            if name in _FOREIGN:
+                warn(f"{name} is read as {key}, its name here.")
         elif value not in (None, given):
             warn(f"{name}: {value} has no effect: {key}: {given} is the same key.")
     return found
@@ -329,6 +338,8 @@ def _asked(values: Any, unsupported: Iterable[str]) -> Any:
 
 def _replace_values(found: dict[str, Any]) -> None:
     """Replace values that have another form here, with a warning for each that is not the same."""
+    if found.get("float16") and (found.get("bfloat16") or found.get("bf16")):
+        warn(f"float16: {found.pop('float16')} has no effect: bfloat16 is set.")
     for (key, value), (other, reason) in _REPLACED.items():
         given = found.get(key)
         if given == value and type(given) is type(value):
@@ -344,12 +355,17 @@ def _replace_values(found: dict[str, Any]) -> None:
         found["special_tokens"] = found.pop("tokens")
 
 
-def _of_sharegpt(entry: Any, chat_template: Any) -> Any:
-    """A dataset with the keys of chat templates in place of the older ones of sharegpt, if these do not contradict."""
-    if not isinstance(entry := _asked(entry, UNSUPPORTED_IN_DATASETS), dict):
+def _of_dataset(entry: Any, run: dict[str, Any]) -> Any:
+    """A dataset with the keys of chat templates in place of the older ones of sharegpt, if these do not contradict.
+    Without a type, rows of methods with rewards or preferences are read as they are."""
+    if not isinstance(entry := _asked(entry, UNSUPPORTED_IN_DATASETS, {}), dict):
         return entry
+    if "path" not in entry and entry.get("data_files") and entry.get("ds_type"):
+        entry["path"] = entry["ds_type"]
+    if entry.get("type") is None and run.get("rl") not in (None, "ebft"):
+        entry["type"] = "passthrough"
     named, known = entry.get("conversation"), _CONVERSATIONS.get(str(entry.get("conversation")))
-    template = entry.get("chat_template") or chat_template or known
+    template = entry.get("chat_template") or run.get("chat_template") or known
     if None not in (named, template) and template in (named, known):
         entry |= {"chat_template": template, "conversation": None}
     roles = (("user", entry.pop("field_human", None)), ("assistant", entry.pop("field_model", None)))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ebft.config.axolotl import OTHER_NAMES, UNSUPPORTED_IN_DATASETS, UNSUPPORTED_KEYS
+from ebft.config.axolotl import IGNORED_KEYS, UNSUPPORTED_IN_DATASETS, UNSUPPORTED_KEYS
 from ebft.config.section import ExpectedError
 from ebft.errors import ConfigError, shortened
 from ebft.printed import value_without_secrets
@@ -21,7 +21,8 @@ _WANTED = {
     "string_type": "a string (put it in quotes if it looks like a number)",
 }
 # Minimum similarity for suggesting a known key in place of an unknown one: a typo, not a different word.
-_SLIP = 0.75
+_SLIP = 0.76
+_LIST = "Run `ebft config` to list all keys."
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000  # of a message; further errors are counted
 _SHOWN = 120  # characters of a value
 _BRANCH = re.compile(r"(bool|int|float|str|constrained-\w+)$|(list|dict|literal|function)[-\[]")
@@ -88,21 +89,33 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     names = list(owner.model_fields) if owner else []
     name = str(path[-1])
     parent = prefix + "".join(f"{part}." for part in path[:-1])
-    elsewhere = [dotted for dotted in dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
+    elsewhere = [
+        dotted
+        for dotted in dotted_keys(model, prefix)
+        if dotted.split(".")[-1] == name and name not in IGNORED_KEYS and not model_at(model, (name,))
+    ]
     dotted = ".".join(map(str, path))
     if dotted in UNSUPPORTED_KEYS:
         return f"{key} is not supported: {UNSUPPORTED_KEYS[dotted]}."
     if name in UNSUPPORTED_IN_DATASETS and path[0] in ("datasets", "test_datasets") and len(path) == 3:
         return f"{key} is not supported: {UNSUPPORTED_IN_DATASETS[name]}."
-    if OTHER_NAMES.get(name) in dotted_keys(model, prefix):
-        return f"Unknown key {key!r}. Use {OTHER_NAMES[name]!r} instead."
     name = name[:_SHOWN]
     near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
-        full for full in names if full.startswith(f"{name}_")
+        full for full in names if "_" in name and full.startswith(f"{name}_")
     ]
     if near or elsewhere:
         return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
-    return f"Unknown key {key!r}. Run `ebft config` to list all keys."
+    return f"Unknown key {key!r}. {_LIST}"
+
+
+def foreign_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """The dotted unknown keys that are like no key of `model`, as those of other tools, or misplaced and false."""
+    is_foreign = lambda detail: (
+        _sentence(detail, model, "").endswith(_LIST)
+        or (detail["input"] is False and detail["loc"][-1] in model.model_fields)
+    )
+    unknown = [detail for detail in _merged(error) if detail["type"] == "extra_forbidden"]
+    return [".".join(map(str, detail["loc"])) for detail in unknown if is_foreign(detail)]
 
 
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

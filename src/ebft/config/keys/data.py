@@ -132,7 +132,7 @@ class SourceKeys(Section):
     skip: int = Field(0, ge=0, description="streaming: number of rows at the beginning that are left out.")
     preprocess_shards: int | None = Field(None, ge=1, description="No effect: rows are prepared in batches.")
     trust_remote_code: bool = False
-    """Only false: datasets that consist of a Python program are not supported."""
+    """No effect: the datasets library runs no code of a dataset."""
     chat_template: NotBlank | None = None
     """The same as chat_template of the config; all datasets must have the same one."""
     field: str | None = None
@@ -298,7 +298,7 @@ class StreamEntry(Section):
     ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = None
     """Format of files. If unset, inferred from the file extension."""
     revision: str | None = Field(None, description="Hub revision of the dataset.")
-    trust_remote_code: bool = Field(False, description="Only false, as in datasets.")
+    trust_remote_code: bool = Field(False, description="No effect, as in datasets.")
 
     _entry_path = paths("path")
 

@@ -339,6 +339,6 @@ class ReportingKeys(_RolloutLog):
     """ID of the run, for resuming its logs. Also the name of the run if wandb_name is unset."""
     wandb_watch: Literal["gradients", "all", "false", False] | None = None
     """What wandb logs about the model: gradients, all, or false."""
-    wandb_log_model: Literal["checkpoint", "end", "false", False] | None = None
+    wandb_log_model: str | Literal[False] | None = None
     """When wandb stores the model: checkpoint, end, or false."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = Field(None, description="Mode of wandb.")

@@ -176,9 +176,8 @@ def refuse_contradictions(config: MethodConfig) -> None:
 
 def _model_type(config: MethodConfig) -> Iterator[str]:
     ending, given = config.method.class_ending, config.model_type or ""
-    multimodal = ending == "ForCausalLM" and given.endswith("ForConditionalGeneration")
-    if given and not given.endswith(ending) and not multimodal:
-        keys = {"ForSequenceClassification": "reward_model", "ForTokenClassification": "process_reward_model"}
+    keys = {"ForSequenceClassification": "reward_model", "ForTokenClassification": "process_reward_model"}
+    if given.endswith((*keys, "ForCausalLM")) and not given.endswith(ending):
         other = next((f"set {key}: true, " for end, key in keys.items() if given.endswith(end)), "")
         yield (
             f"model_type: {given} does not match {config.method.name}, which trains a model of the class "

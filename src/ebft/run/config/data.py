@@ -73,13 +73,10 @@ def idle_stream_keys(config: "MethodConfig") -> Iterator[str]:
 def entry_conflicts(config: DataSettings) -> Iterator[str]:
     """Contradictions between the keys of datasets, one message each."""
     for where, entry in entries_of(config):
-        yield from _unread(where, entry)
         if entry.shards is None and entry.shards_idx:
             yield f"{where}.shards_idx has no effect without shards. Set shards, or remove it."
         if entry.weight is not None and where.startswith("test_datasets"):
             yield f"{where}.weight has no effect: held-out rows are evaluated once. Remove it."
-        if entry.trust_remote_code:
-            yield f"{where}.trust_remote_code: the datasets library runs no code of a dataset. Remove it."
         names = [name for given in (entry.roles or {}).values() for name in given]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -119,8 +116,11 @@ def idle_keys(config: DataSettings) -> Iterator[str]:
     """Warnings about keys of datasets that are set but have no effect."""
     required, entries = config.required_rows, entries_of(config)
     for where, entry in entries:
+        yield from _unread(where, entry)
         if entry.preprocess_shards is not None:
             yield f"{where}.preprocess_shards has no effect: rows are prepared in batches."
+        if entry.trust_remote_code:
+            yield f"{where}.trust_remote_code has no effect: the datasets library runs no code of a dataset."
     if required.kind == "tokens":
         for where, entry in entries:
             yield from _idle_labels(where, entry, _roles(config), is_strided=required.block is not None)
@@ -166,8 +166,8 @@ def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:
         if key not in TRANSFORMS[name].reads and _is_set(entry, key):
             readers = {other.partition(".")[0] for other, found in TRANSFORMS.items() if key in found.reads}
             yield (
-                f"{where}.{key} has no effect with type: {entry.type}, which does not read it. Remove it, or use one "
-                f"of the types {', '.join(sorted(readers))}."
+                f"{where}.{key} has no effect with type: {entry.type}, which does not read it; "
+                f"{', '.join(sorted(readers))} do."
             )
 
 

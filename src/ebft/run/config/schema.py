@@ -3,8 +3,9 @@ and its values in a YAML file and in overrides (`ebft.stride=4`, `datasets.0.pat
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,10 +14,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from ebft.config.axolotl import SAME_KEYS
 from ebft.config.keys.serving import ServerSettings
 from ebft.config.section import Section
 from ebft.config.user_functions import search_folders, with_plugin_args
-from ebft.config.validation_errors import raise_config_error
+from ebft.config.validation_errors import foreign_keys, raise_config_error
 from ebft.errors import ConfigError, shortened, warn
 from ebft.methods.base_config import GROUPS as COMMON
 from ebft.methods.base_config import MethodKeys
@@ -48,12 +50,7 @@ class RunConfig(MethodConfig, KeysOfMethods):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """Create a config from nested dicts and lists. Raises ConfigError that lists each invalid key's dotted path."""
-        values = _plain(values)
-        values = with_plugin_args(values, values.keys() - cls.model_fields) if isinstance(values, dict) else values
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise_config_error(error, cls)
+        return _checked(_plain(values), lambda key: "")
 
     @model_validator(mode="after")
     def _resolve(self) -> Self:
@@ -77,17 +74,33 @@ class RunConfig(MethodConfig, KeysOfMethods):
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the YAML file at `path`, apply `overrides` (`dotted.key=value`), and check the result.
 
-    User-defined modules are also looked up in the folder of the file.
+    User-defined modules are also looked up in the folder of the file. A key of the file that is like none of a config,
+    as other tools have them, is a warning.
 
     Raises ConfigError with the file and line of malformed YAML, or with each invalid key and its allowed values.
     """
     values = read_values(path, overrides)
     search_folders(os.getcwd(), str(Path(path).expanduser().resolve().parent))
     try:
-        return RunConfig.from_dict(values)
+        return _checked(values, partial(_place, path))
     except ConfigError as error:
         placed = lambda found: found[0] + _place(path, found[1])
         raise ConfigError(f"{path}:\n" + re.sub(r"(?m)^Unknown key '(.+?)'", placed, str(error))) from None
+
+
+def _checked(values: Any, place: Callable[[str], str]) -> RunConfig:
+    values = with_plugin_args(values, values.keys() - RunConfig.model_fields) if isinstance(values, dict) else values
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        foreign = {key: line for key in foreign_keys(error, RunConfig) if (line := place(key))}
+        if not foreign:
+            raise_config_error(error, RunConfig)
+    for key, line in foreign.items():
+        warn(f"Unknown key {key!r}{line} has no effect. Run `ebft config` to list all keys.")
+        *parts, last = key.split(".")
+        del reduce(lambda owner, part: owner[int(part) if isinstance(owner, list) else part], parts, values)[last]
+    return _checked(values, place)
 
 
 def _place(path: str | os.PathLike[str], key: str) -> str:
@@ -137,7 +150,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     for override in overrides:
         try:
             key, value = _split(override)
-            _assign(values, key.split("."), value)
+            _assign(values, SAME_KEYS.get(key, key).split("."), value)
         except ConfigError as error:
             raise ConfigError(f"Invalid override {shortened(override, _SHOWN)!r}: {error}") from None
 

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from ebft.catalog import MODELS, locate
-from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
+from ebft.config.axolotl import SAME_KEYS, UNSUPPORTED_KEYS
 from ebft.config.validation_errors import dotted_keys, model_at
 from ebft.errors import ConfigError
 from ebft.methods.base_config import FETCH
@@ -111,7 +111,7 @@ class ConfigCommand(TyperCommand):
         if section is not None and name in section.model_fields:
             return f"{self.section}.{name}", False
         # The last have messages of their own.
-        known = {*RunConfig.model_fields, *SAME_KEYS, *OTHER_NAMES, *UNSUPPORTED_KEYS}
+        known = {*RunConfig.model_fields, *SAME_KEYS, *UNSUPPORTED_KEYS}
         if name.partition(".")[0] in known:
             return name, False
         if name.startswith("no_"):
