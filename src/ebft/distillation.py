@@ -25,7 +25,7 @@ from ebft.models.pretrained import disable_dropout
 from ebft.structured.config import STOPS, check_generation_kwargs, check_rows
 from ebft.structured.rollouts.local import only_config
 from ebft.structured.trl import EpochSampler, positions_from_mask
-from ebft.trainer import OverTrainer
+from ebft.trainer import KeepsLogs
 
 with warnings.catch_warnings(action="ignore", category=UserWarning):  # of TRL, on import; the documentation says it
     from trl.experimental import sdft
@@ -41,7 +41,7 @@ def teacher_prompt(template: str, prompt: Any, reference: str) -> Any:
     return DemonstrationTeacherContextBuilder(trainer).select_generation_prompts([prompt], [reference])[0]
 
 
-class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
+class SDFTTrainer(KeepsLogs, sdft.SDFTTrainer):
     """TRL's SDFTTrainer on rows `prompt` and `ground_truth`, which are rendered as for the other methods.
 
     `template_kwargs`: arguments of the chat template. Prompts are not cut; one that is too long for the model with its
@@ -170,11 +170,3 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         return EpochSampler(super()._get_train_sampler(dataset))
-
-    def running_state(self) -> dict[str, Any]:
-        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        return super().running_state() | {"metrics": metrics}
-
-    def restore_running_state(self, state: dict[str, Any]) -> None:
-        super().restore_running_state(state)
-        self._metrics["train"].update(state.get("metrics", {}))

@@ -14,7 +14,7 @@ from trl import RewardConfig, RewardTrainer
 
 from ebft.data.transforms.rows import IGNORE
 from ebft.monitor.metrics import HeldOutMeans
-from ebft.trainer import OverTrainer
+from ebft.trainer import KeepsLogs, OverTrainer
 
 
 @dataclass
@@ -35,11 +35,8 @@ class ReportsHeldOutMeans(OverTrainer):
         return output
 
 
-class RewardModelTrainer(ReportsHeldOutMeans, RewardTrainer):
-    """RewardTrainer whose evaluation reports loss, accuracy and margin as means over the held-out pairs.
-
-    Checkpoints have what it is to log, and the number of tokens so far.
-    """
+class RewardModelTrainer(ReportsHeldOutMeans, KeepsLogs, RewardTrainer):
+    """RewardTrainer whose evaluation reports loss, accuracy and margin as means over the held-out pairs."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.budget.add(documents=len(inputs["input_ids"]) // 2)
@@ -65,17 +62,6 @@ class RewardModelTrainer(ReportsHeldOutMeans, RewardTrainer):
         values = {"loss": pairs, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
         self._held_out.add(values, pairs.new_ones(len(pairs)))
         return loss, None, None
-
-    def running_state(self) -> dict[str, Any]:
-        return super().running_state() | {
-            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
-            "tokens": self._total_train_tokens,
-        }
-
-    def restore_running_state(self, state: dict[str, Any]) -> None:
-        super().restore_running_state(state)
-        self._metrics["train"].update(state.get("metrics", {}))
-        self._total_train_tokens = state.get("tokens", 0)
 
 
 def pair_losses(chosen: Tensor, rejected: Tensor, centring: float, margin: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.preferences.trainers import KeepsMetrics, Logged, score_tokens
+from ebft.preferences.trainers import KeepsMetrics, score_tokens
 from ebft.prefix.forward import run_wrapped, take_programs
 
 
@@ -83,7 +84,7 @@ class PreparedBatches(KeepsMetrics):
         logits = (x.sum() / count for x, count in zip((output.mean_logits * is_completion).chunk(2), of_sides))
         return (*means.chunk(2), *logits, cross_entropy)
 
-    def logged(self, mode: str) -> Logged:
+    def logged(self, mode: str) -> defaultdict[str, list[float]]:
         return self._stored_metrics[mode]
 
     def count_rows(self, inputs: dict[str, Tensor]) -> int:

@@ -6,7 +6,6 @@ What TRL logs is kept in checkpoints, and weighted by the rows or tokens of each
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -31,14 +30,13 @@ from ebft.monitor.metrics import HeldOutRows, sums_over_ranks
 from ebft.prefix.forward import head_of, take_programs
 from ebft.prefix.logps import choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax
-from ebft.trainer import OverTrainer
+from ebft.trainer import KeepsLogs
 
-Logged = defaultdict[str, list[float]]
 _OF_ROWS = ("rewards/", "logps/", "log_odds_")  # metrics that are means over rows, unless `counts_behind` has them
 _ROWS = ""  # the number of rows among counts
 
 
-class KeepsMetrics(OverTrainer):
+class KeepsMetrics(KeepsLogs):
     """Trainer whose metrics continue after a resume, and whose means count every row or token once.
 
     TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. Pairs, or
@@ -67,10 +65,6 @@ class KeepsMetrics(OverTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         keep_output_dtype(self.accelerator)  # before the reference model is sharded
-
-    @abstractmethod
-    def logged(self, mode: str) -> Logged:
-        """Return the values of the batches since the last log of `train` or `eval`, by metric."""
 
     @abstractmethod
     def count_rows(self, inputs: dict[str, Tensor]) -> int:
@@ -140,14 +134,6 @@ class KeepsMetrics(OverTrainer):
         """Return the sums of counts by name, over batches and processes."""
         sums = torch.tensor([[float(x) for x in of_batch.values()] for of_batch in counts], dtype=torch.float64).sum(0)
         return dict(zip(counts[0], sums_over_ranks(sums.tolist(), self.accelerator)))
-
-    def running_state(self) -> dict[str, Any]:
-        metrics = {name: list(values) for name, values in self.logged("train").items()}
-        return super().running_state() | {"metrics": metrics}
-
-    def restore_running_state(self, state: dict[str, Any]) -> None:
-        super().restore_running_state(state)
-        self.logged("train").update(state.get("metrics", {}))
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -241,6 +227,7 @@ class HasReference(KeepsMetrics):
     """Mixin for TRL's trainers with a reference model. `is_new_adapter`: whether the adapter was just created."""
 
     ref_model: nn.Module | None
+    use_weighting = False  # of the tokens of the loss, which DPO has
 
     def __init__(self, model: nn.Module, *, is_new_adapter: bool, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
@@ -250,33 +237,19 @@ class HasReference(KeepsMetrics):
 
     def replace_forwards(self) -> None:
         """Score in chunks."""
-        score_in_chunks(self.model, ("entropy", "mean_logits", "is_top1", *self.more_statistics()))
+        weights = ("log_sum_sq_probs",) if self.use_weighting else ()
+        score_in_chunks(self.model, ("entropy", "mean_logits", "is_top1", *weights))
         if self.ref_model is not None:
             score_in_chunks(self.ref_model)
-
-    def more_statistics(self) -> tuple[str, ...]:
-        """What the loss needs of the policy in addition to log-probabilities."""
-        return ()
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self.replace_forwards()
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
-    def logged(self, mode: str) -> Logged:
-        return self._metrics[mode]
-
-    def running_state(self) -> dict[str, Any]:
-        return super().running_state() | {"tokens": self._total_train_tokens}
-
-    def restore_running_state(self, state: dict[str, Any]) -> None:
-        super().restore_running_state(state)
-        self._total_train_tokens = state.get("tokens", 0)
-
 
 class DPOTrainer(HasReference, trl.DPOTrainer):
     """DPO and IPO, for rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
-    use_weighting: bool
     loss_types: list[str]
     loss_weights: list[float]
 
@@ -284,9 +257,6 @@ class DPOTrainer(HasReference, trl.DPOTrainer):
     def loss_items(self) -> str | None:
         """Tokens of chosen completions; the loss `sft` is a mean over them."""
         return "logits/chosen" if "sft" in self.loss_types else None
-
-    def more_statistics(self) -> tuple[str, ...]:
-        return ("log_sum_sq_probs",) if self.use_weighting else ()
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss, in which `sft` is a mean over the tokens of the step or the evaluation."""

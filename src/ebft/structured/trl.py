@@ -35,7 +35,7 @@ _OVER_TOKENS = ("kl", "entropy", "clip_ratio/", "cispo_clip_ratio", "vespo/")  #
 _REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model
 
 
-class OverTRL(trainer.OverTrainer, GRPOTrainer):
+class OverTRL(trainer.KeepsLogs, GRPOTrainer):
     """GRPOTrainer with hooks in its steps, which counts held-out rows once, and continues within a generation batch.
 
     `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times.
@@ -263,18 +263,16 @@ class OverTRL(trainer.OverTrainer, GRPOTrainer):
         return EpochSampler(super()._get_train_sampler(dataset))
 
     def running_state(self) -> dict[str, Any]:
-        """Return what is to be logged, the position in the generation batch, and the batch if it is still needed."""
+        """Return also the position in the generation batch, and the batch if it is still needed."""
         is_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         return super().running_state() | {
             "batches": self._batch_sizes(),
             "micro_batches": self._step,
             "generation_batch": None if is_used_up else self._buffered_inputs,
-            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
         }
 
     def restore_running_state(self, state: dict[str, Any]) -> None:
         super().restore_running_state(state)
-        self._metrics["train"].update(state.get("metrics", {}))
         if state.get("batches") == self._batch_sizes():
             self._step, self._buffered_inputs = state["micro_batches"], state["generation_batch"]
         else:  # of an earlier release, of another number of processes, or with other batches

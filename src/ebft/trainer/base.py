@@ -549,6 +549,25 @@ class OverTrainer(Trainer):
         self.pushing.finish()
 
 
+class KeepsLogs(OverTrainer):
+    """Mixin for TRL's trainers: checkpoints have what is to be logged next, and the number of tokens so far."""
+
+    _metrics: dict[str, defaultdict[str, list[float]]]
+
+    def logged(self, mode: str) -> defaultdict[str, list[float]]:
+        """The values of the batches since the last log of `train` or `eval`, by metric."""
+        return self._metrics[mode]
+
+    def running_state(self) -> dict[str, Any]:
+        metrics = {name: list(values) for name, values in self.logged("train").items()}
+        return super().running_state() | {"metrics": metrics, "tokens": vars(self).get("_total_train_tokens", 0)}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self.logged("train").update(state.get("metrics", {}))
+        self._total_train_tokens = state.get("tokens", 0)
+
+
 def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str], float]) -> None:
     """Split the groups of a new optimizer by learning rate; the optimizer's is first, and logged."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
