@@ -56,7 +56,7 @@ class Strided(Method):
     arguments = "ebft.strided:StridedEBFTConfig"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
-        yield from feature_conflicts(config)
+        yield from rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
 
     def resolve(self, config: MethodConfig) -> None:
         warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
@@ -96,13 +96,6 @@ class Strided(Method):
     def compares_features(self, config: MethodConfig) -> bool:
         return True
 
-    def arrange(self, config: MethodConfig, train: Any) -> Any:
-        from ebft.data.documents import pack_and_report
-
-        if not config.sample_packing:
-            return train
-        return pack_and_report(train, config.sequence_len, in_order=config.curriculum_sampling)
-
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.data.documents import block_options
         from ebft.methods.views import StridedView
@@ -120,11 +113,6 @@ class Strided(Method):
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
         return StridedEBFTTrainer(model=model, data_collator=collator, **common)
-
-
-def feature_conflicts(config: MethodConfig) -> Iterator[str]:
-    """A device for the feature network, which has no effect with an adapter."""
-    yield from rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
 
 
 def missing_device(config: MethodConfig, machine: Machine) -> Iterator[str]:
@@ -177,7 +165,7 @@ class Structured(GRPO):
     trainer = "ebft.structured:EBFTTrainer"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
-        yield from feature_conflicts(config)
+        yield from rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
         if config.ebft.rl_coef == 0:
             yield "ebft.rl_coef: 0 has no effect in structured mode. Remove it; cross-entropy alone is without rl."
         yield from super().conflicts(config)

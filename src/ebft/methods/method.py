@@ -180,7 +180,11 @@ class Method(ABC):
 
     def arrange(self, config: MethodConfig, train: Dataset) -> Any:
         """The training rows as the trainer receives them, such as packed. A deterministic function of `train`."""
-        return train
+        if self.rows != "tokens" or config.streaming or not config.sample_packing:
+            return train
+        from ebft.data.documents import pack_and_report
+
+        return pack_and_report(train, config.sequence_len, in_order=config.curriculum_sampling)
 
     def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:  # noqa: B027 (there may be nothing to check)
         """Check, before training, what the rows refer to, such as servers."""

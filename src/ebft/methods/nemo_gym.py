@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
@@ -137,7 +138,7 @@ def check_gym_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
     names = sorted({name for rows in datasets if rows is not None for name in rows.unique("nemo_gym_server")})
     client, servers = connect(config)
     uses_agents = config.nemo_gym_multi_turn and servers.has_agents
-    try:
+    with closing(client):
         if config.nemo_gym_multi_turn and not uses_agents:
             warnings.warn(
                 "nemo_gym_multi_turn: true needs agent servers (responses_api_agents), but NeMo Gym has none: replies "
@@ -158,8 +159,6 @@ def check_gym_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
         find = servers.agent if uses_agents else servers.resources
         for server in {find(name).name: find(name) for name in names}.values():
             client.wait_for(server, config.nemo_gym_server_timeout)
-    finally:
-        client.close()
 
 
 def connect(config: MethodConfig) -> tuple[GymClient, Servers]:

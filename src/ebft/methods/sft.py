@@ -118,13 +118,6 @@ class SFT(Method):
 
         return load_stream(config, tokenizer)
 
-    def arrange(self, config: MethodConfig, train: Any) -> Any:
-        if config.streaming or not config.sample_packing:
-            return train
-        from ebft.data.documents import pack_and_report
-
-        return pack_and_report(train, config.sequence_len, in_order=config.curriculum_sampling)
-
     def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
         """A stream has no end, so the run is its only epoch."""
         return config.max_steps if config.streaming else super().steps_per_epoch(config, machine, rows)

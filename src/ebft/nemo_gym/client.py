@@ -114,23 +114,24 @@ class GymClient:
         self.head, self.timeout, self.run_timeout = f"http://{HOST}:{head_port}", timeout, run_timeout
         self._http = HTTPClient()
         closed = f"The connection to NeMo Gym at {self.head} is closed."
-        self._loop = BackgroundLoop("ebft-nemo-gym", closed, self._http)
-        weakref.finalize(self, self._loop.close)
+        loop = BackgroundLoop("ebft-nemo-gym", closed, self._http)
+        self._run, self.cancel, self.close = loop.run, loop.cancel, loop.close
+        weakref.finalize(self, loop.close)
 
     def servers(self, timeout: float) -> Servers:
         """The servers that the head server lists. Waits up to `timeout` seconds for it; then raises RolloutError."""
         url = f"{self.head}{CONFIG_PATH}"
-        self._loop.run(self._wait(url, "NeMo Gym's head server", timeout))
-        text = self._loop.run(self._http.whole("GET", url, CONNECT_TIMEOUT)).text
+        self._run(self._wait(url, "NeMo Gym's head server", timeout))
+        text = self._run(self._http.whole("GET", url, CONNECT_TIMEOUT)).text
         return Servers.parse(self.head, json.loads(text) if text.startswith('"') else text)  # YAML as a JSON string
 
     def is_up(self) -> bool:
         """Whether a head server responds now."""
-        return self._loop.run(self._http.why_not_up(f"{self.head}{CONFIG_PATH}")) is None
+        return self._run(self._http.why_not_up(f"{self.head}{CONFIG_PATH}")) is None
 
     def wait_for(self, server: Server, timeout: float) -> None:
         """Wait until a server responds, with whatever status. Raises RolloutError after `timeout` seconds."""
-        self._loop.run(self._wait(server.url, f"NeMo Gym's server {server.name}", timeout, any_status=True))
+        self._run(self._wait(server.url, f"NeMo Gym's server {server.name}", timeout, any_status=True))
 
     def post_all(self, requests: list[tuple[str, dict[str, Any]]], are_runs: bool = False) -> list[Any]:
         """Send JSON bodies to URLs, concurrently, and return the JSON response of each, or a `Failure`.
@@ -145,15 +146,7 @@ class GymClient:
                 *(self._post(url, body, timeout, f"nemo_gym_{key}_timeout") for url, body in requests)
             )
 
-        return self._loop.run(post_all())
-
-    def cancel(self) -> None:
-        """Cancel all pending requests; the threads that wait for them raise CancelledError."""
-        self._loop.cancel()
-
-    def close(self) -> None:
-        """Cancel all requests and stop the client's thread; can be called repeatedly."""
-        self._loop.close()
+        return self._run(post_all())
 
     async def _post(self, url: str, body: dict[str, Any], timeout: float, key: str) -> Any:
         reason = ""

@@ -45,8 +45,8 @@ class VLLMClient:
         self._failure = failure
         closed = f"The connection to the vLLM server at {self.address} is closed."
         self._http = HTTPClient(url)
-        self._loop = BackgroundLoop("ebft-vllm-client", closed, self._http)
-        self._run = self._loop.run
+        loop = BackgroundLoop("ebft-vllm-client", closed, self._http)
+        self._run, self.cancel, self.close = loop.run, loop.cancel, loop.close
 
     def wait_until_up(self) -> None:
         """Block until the server responds; raises RolloutError if it does not respond within the timeout."""
@@ -153,14 +153,6 @@ class VLLMClient:
         hint = f"{before}{hint}trl.vllm_server_timeout."
         what = f"the vLLM server at {self.address}"
         await self._http.until_up("/health", self.timeout, what, hint, failure=self._failure)
-
-    def cancel(self) -> None:
-        """Cancel all pending requests; the threads that wait for them raise CancelledError."""
-        self._loop.cancel()
-
-    def close(self) -> None:
-        """Cancel all requests and stop the client's thread; can be called repeatedly."""
-        self._loop.close()
 
 
 def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling) -> dict[str, Any]:
@@ -276,7 +268,7 @@ class BackgroundLoop:
             self._pending.discard(future)
 
     def cancel(self) -> None:
-        """Cancel all running coroutines."""
+        """Cancel all running coroutines; the threads that wait for them raise CancelledError."""
         for future in list(self._pending):
             future.cancel()
 
