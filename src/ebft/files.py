@@ -65,6 +65,26 @@ def publish(staged: Path, folder: Path) -> None:
         shutil.rmtree(parked, ignore_errors=True)
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Context manager with a folder that takes the place of `folder`, which is empty or does not exist, at the end.
+
+    After an error, nothing is left; what a killed process has left is deleted by the next one.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    with doing(f"writing {folder}"):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            if folder.is_dir():  # which stays, since it may be the current folder of a shell
+                publish_files(partial, folder)
+            else:
+                publish(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
 def discard(folder: Path) -> None:
     """Delete a folder such that no part of it remains under its name if the deletion is interrupted."""
     shutil.rmtree(_park(folder), ignore_errors=True)
@@ -109,6 +129,12 @@ def write_text(path: Path, text: str, is_flushed: bool = True) -> None:
     os.replace(part, path)
     if is_flushed:
         _flush_one(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a text file. Raises OSError."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def write_checksums(folder: Path) -> None:

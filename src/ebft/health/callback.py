@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from transformers import TrainerCallback
 
 from ebft.errors import NonFiniteLossError, warn
+from ebft.files import append_line
 from ebft.health import rules
 from ebft.health.rules import Log, Sighting
 from ebft.run_files import HEALTH
@@ -306,7 +307,6 @@ class HealthCallback(TrainerCallback):
         path = Path(folder) / HEALTH
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            append_line(path, json.dumps(line, ensure_ascii=False))
         except OSError as error:
             warn(f"{path} cannot be written ({error}).")

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback
 
 from ebft import run_files as files
 from ebft.errors import warn
-from ebft.files import write_text
+from ebft.files import append_line, write_text
 
 State = Literal["running", "finished", "stopped", "failed"]
 # Among the `stateful_callbacks` of a trainer state: the evaluation of this step was not finished when it was saved.
@@ -111,7 +111,7 @@ class RunFiles(TrainerCallback):
         if logs:
             values = {name: _as_json(value) for name, value in logs.items() if name not in ("step", "time")}
             line = json.dumps({"step": state.global_step, "time": round(time.time(), 3), **values}, allow_nan=False)
-            self._try(_append, self._folder / files.METRICS, line)
+            self._try(append_line, self._folder / files.METRICS, line)
         self._run["global_step"] = state.global_step
         self._update()
 
@@ -184,11 +184,6 @@ def _description(args: Any, model: Any) -> dict[str, Any]:
         "config": config,
         "changed": {name: _as_json(value) for name, value in changed.items()},
     }
-
-
-def _append(path: Path, line: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
 
 
 def _as_json(value: Any) -> Any:

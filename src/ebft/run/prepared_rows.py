@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -31,7 +28,7 @@ from ebft.data import load, row_counts, tables
 from ebft.data.sources import source_fingerprint
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
-from ebft.files import file_hash, flush, json_hash, locked, text_hash
+from ebft.files import file_hash, json_hash, locked, new_folder, text_hash
 from ebft.machine import is_main_process
 from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.printed import say, without_secrets
@@ -93,14 +90,10 @@ def read_rows(folder: Path) -> load.LoadedRows | None:
 
 def write_rows(folder: Path, rows: load.LoadedRows, inputs: dict[str, Any]) -> None:
     """Write `rows`, made from `inputs`, to `folder`, whose lock is held; it is complete, or does not exist."""
-    for left in folder.parent.glob(f".{folder.name}.*.partial"):  # of killed processes
-        shutil.rmtree(left, ignore_errors=True)
-    partial = folder.parent / f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial"
+    were_on = not are_progress_bars_disabled()
+    disable_progress_bars()
     try:
-        were_on = not are_progress_bars_disabled()
-        disable_progress_bars()
-        with doing(f"writing prepared rows to {folder} (dataset_prepared_path)"):
-            partial.mkdir(parents=True)
+        with doing("storing prepared rows (dataset_prepared_path)"), new_folder(folder) as partial:
             parts = {name: getattr(rows, field) for field, name in _PARTS.items()}
             for name, part in parts.items():
                 if part is not None:
@@ -109,12 +102,9 @@ def write_rows(folder: Path, rows: load.LoadedRows, inputs: dict[str, Any]) -> N
             reports = [asdict(report) for report in rows.reports]
             record = {"key": folder.name, "rows": counts, "reports": reports, "inputs": inputs}
             (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            flush(partial)
-            partial.rename(folder)
     finally:
         if were_on:
             enable_progress_bars()
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 # Entries of tokenizer_config.json about the place that the tokenizer was loaded from.

@@ -14,7 +14,7 @@ from pathlib import Path
 from ebft import catalog
 from ebft.catalog import PinnedModel, cached_folder, is_fetched
 from ebft.errors import FetchError, doing
-from ebft.files import allow_readers, file_hash, flush, locked
+from ebft.files import file_hash, locked, new_folder
 from ebft.printed import say
 
 _CACHE, _OTHER = "EBFT_CACHE names another cache folder", "choose another folder"
@@ -51,24 +51,11 @@ def convert_file(gguf: Path, to: Path) -> Path:
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder next to `folder` and rename it, so that an interruption leaves no partial result."""
+    """Fill a folder that is empty or does not exist. Raises FetchError for another one."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FetchError(f"{folder} already exists and is not this model. Choose another folder, or remove it.")
-    partial = folder.with_name(f".{folder.name}.partial")
-    try:
-        with doing(f"writing {folder}"):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            fill(partial)
-            allow_readers(partial)
-            flush(partial)
-            if folder.is_dir():  # an empty one, which stays, since it may be the current folder of a shell
-                for path in sorted(partial.iterdir(), key=lambda path: path.name == catalog.MARK):
-                    path.rename(folder / path.name)
-            else:
-                partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_folder(folder) as partial:
+        fill(partial)
 
 
 def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | None) -> None:

@@ -7,11 +7,9 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from huggingface_hub import snapshot_download
@@ -89,20 +87,6 @@ def check_empty(to: Path) -> None:
         raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
 
 
-@contextmanager
-def new_folder(to: Path) -> Iterator[Path]:
-    """Context manager with a folder that is moved to `to` at the end, and deleted if there is an error."""
-    with doing(f"writing {to}"):
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f"{to.name}.", dir=to.parent, ignore_cleanup_errors=True) as temporary:
-            staged = Path(temporary, to.name)
-            staged.mkdir()
-            yield staged
-            if to.exists():
-                to.rmdir()
-            files.publish(staged, to)
-
-
 PROGRESS = "merge_progress.json"  # in a folder of shards until it is complete: what the shards depend on
 
 
@@ -168,7 +152,7 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     check_empty(to)
     described, is_adapter = ((checkpoint / name).is_file() for name in ("config.json", files.ADAPTER_CONFIG))
     weights = _read(parts)
-    with new_folder(to) as staged:
+    with files.new_folder(to) as staged:
         if is_adapter:
             save_file(weights, staged / "adapter_model.safetensors", {"format": "pt"})
         else:

@@ -15,7 +15,7 @@ from ebft.catalog import refuse_classifier
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import ModelError, doing
-from ebft.files import json_object, read_text
+from ebft.files import json_object, new_folder, read_text
 from ebft.methods.base_config import QuantizationSection
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
 from ebft.models.weights import quantised_layers, ternary, torchao_settings
@@ -24,7 +24,7 @@ from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
 from ebft.tools.evaluation.task import load_held_out
-from ebft.tools.export.checkpoint import check_empty, new_folder, read_checkpoint
+from ebft.tools.export.checkpoint import check_empty, read_checkpoint
 
 WINDOW = 512  # tokens of a text that are scored with their own context
 
