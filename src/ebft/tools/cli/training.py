@@ -321,13 +321,7 @@ def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> Non
     """Train in this process with the settings of the file `config` and `overrides`, and print what to do next."""
     from ebft.run.training import train  # imports torch, which is slow and not needed for help and config errors
 
-    command = launch_command(["ebft", "train", str(config), *overrides])
-    try:
-        result = train(run_config, command)
-    except KeyboardInterrupt as stop:
-        if str(stop):  # TrainingInterrupted, which says how to resume
-            raise
-        raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
+    result = train(run_config, launch_command(["ebft", "train", str(config), *overrides]))
     if is_main_process():
         typed, evaluate = after_training(run_config, config, overrides)
         say_result(result.describe_outcome(evaluate), run_config, Path(result.output_dir), typed)

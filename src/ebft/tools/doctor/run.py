@@ -11,7 +11,7 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,12 +144,9 @@ def _check_server(config: RunConfig) -> str:
         return f"will be started with {find_interpreter(config.vllm.python)}"
     from ebft.structured.rollouts.client import VLLMClient
 
-    client = VLLMClient(*config.server_address, _SERVER_TIMEOUT)
-    try:
+    with closing(VLLMClient(*config.server_address, _SERVER_TIMEOUT)) as client:
         client.wait_until_up()
         served = client.base_model()
-    finally:
-        client.close()
     return f"{client.address} serves {served.get('root') or served['id']}"
 
 

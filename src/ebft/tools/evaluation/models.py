@@ -85,14 +85,11 @@ def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBas
     else:
         with prefixed(f"--model {name}, an adapter of {base}"):
             policy = load_saved_adapter(load.load_base_model(_of_base(config, base), tokenizer), name, len(tokenizer))
-    policy = placed(policy).eval().requires_grad_(False)
+    frozen = policy = placed(policy).eval().requires_grad_(False)
     ebft = config.ebft
-    if keeps_base(adapter) and _same_model(config, base):
-        network = FeatureNetwork(policy, ebft.feature_layers, ebft.embed_method, copy=False)
-    else:
+    if not (keeps_base(adapter) and _same_model(config, base)):
         frozen = placed(load.load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
-        network = FeatureNetwork(frozen, ebft.feature_layers, ebft.embed_method, copy=False)
-    return Subject(policy, network)
+    return Subject(policy, FeatureNetwork(frozen, ebft.feature_layers, ebft.embed_method, copy=False))
 
 
 def keeps_base(adapter: PeftConfig | None) -> bool:

@@ -22,6 +22,7 @@ from ruamel.yaml.error import YAMLError
 from ebft.errors import doing, shortened
 from ebft.files import write_text
 from ebft.machine import available_memory, gib
+from ebft.methods.views import one_line
 from ebft.models.pretrained import load_tokenizer
 from ebft.run.checks import check_runnable
 from ebft.run.config.reference import option_groups
@@ -205,7 +206,7 @@ _PATHS = "# Paths are relative to the folder in which ebft is started. `ebft con
 
 def written_by(command: Sequence[str]) -> str:
     """The line of a file that says which command wrote it."""
-    return f"# Written by `{_in_one_line(shlex.join(command))}`."
+    return f"# Written by `{one_line(shlex.join(command))}`."
 
 
 def render(draft: Draft, command: Sequence[str]) -> str:
@@ -226,11 +227,6 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     text = "\n".join(lines).rstrip() + "\n"
     check_runnable(RunConfig.from_dict(parse_yaml(text)), elsewhere=True)
     return text
-
-
-def _in_one_line(text: str) -> str:
-    """Text of a comment: a line break in it, such as in a path, would end the comment."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def write(path: Path, text: str) -> None:
@@ -262,7 +258,7 @@ def _mapping(values: dict[str, Any], comments: dict[str, str], indent: str, path
 
 def _commented(line: str, comment: str, indent: str) -> Iterator[str]:
     """A line with its comment beside it, or above it if it is long."""
-    comment = _in_one_line(comment)
+    comment = one_line(comment)  # a line break in it, such as in a path, would end it
     if not comment:
         yield line
     elif len(line) + len(comment) + 3 <= _WIDTH:
