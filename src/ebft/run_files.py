@@ -192,12 +192,8 @@ def samples_rollouts(config: dict[str, Any]) -> bool:
 
 
 def logs_rollouts(config: dict[str, Any]) -> bool:
-    """Whether a run with this config, which may be of an earlier version, writes rollouts to its folder."""
-    if config.get("log_rollouts", "none") != "none":
-        return True
-    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
-    strided = config.get("rl") == "ebft" and sections.get("ebft", {}).get("mode") == "strided"
-    return bool(sections.get("ebft" if strided else "trl", {}).get("log_completions"))
+    """Whether a run with this config writes rollouts to its folder."""
+    return config.get("log_rollouts", "none") != "none"
 
 
 def read_run(folder: Path) -> dict[str, Any]:

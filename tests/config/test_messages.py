@@ -72,7 +72,7 @@ def structured(**trl):
     (dataset(type={"format": "{instruction.__class__} x"}), "placeholder {instruction.__class__}; expected"),
     (dataset(roles_to_train=[]), "roles_to_train: \\[\\] trains on no turn. List roles .*message_field_training"),
     (dataset(type="completion", roles={"user": ["a"]}), "roles has no effect with type: completion.*chat_template"),
-    (dataset(type="completion", skip=2), "datasets.0.skip is only read with streaming: true. Set split: train\\[2:\\]"),
+    (dataset(type="completion", skip=2), "datasets.0.skip is only read in datasets with streaming: true. Set split: "),
     ({**dataset(train_on_eos="none"), "train_on_inputs": True}, "train_on_inputs: true .*, but datasets.0.train_on_e"),
     ({"rl": "dpo", "min_sample_len": 4}, "min_sample_len is not supported with "),
     ({"use_eaft": True, "use_dynamic_finetuning": True}, "use_dynamic_finetuning has a loss of its own"),

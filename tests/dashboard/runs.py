@@ -6,7 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", "use_whitening": True, "log_completions": True}}
+STRIDED = {"rl": "ebft", "log_rollouts": "all", "ebft": {"mode": "strided", "use_whitening": True}}
 
 
 def append(path: Path, *rows: dict) -> None:

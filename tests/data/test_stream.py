@@ -1,6 +1,7 @@
 """Streams: blocks of raw rows and rows of exactly sequence_len tokens, and continuing from a position in them."""
 
 import json
+from dataclasses import asdict
 from itertools import islice
 
 import pytest
@@ -152,7 +153,7 @@ def test_the_position_after_a_row_gives_the_rows_after_it(seed, whole):
     for number in range(9):
         position = rows[number]["position"]
         assert position.row == number + 1
-        again = taken(made.rows(Position(**position.as_json())), 11 - number)
+        again = taken(made.rows(Position(**asdict(position))), 11 - number)
         assert again == rows[number + 1 :]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -221,9 +221,6 @@ class Position:
     block: State | None = None
     place: int = 0
     token: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class StreamRows(torch.utils.data.IterableDataset):

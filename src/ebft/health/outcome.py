@@ -130,11 +130,11 @@ def training_outcome(
 
 def outcome_of(
     log_history: list[dict[str, Any]],
-    evaluate: str | None = None,
-    unresolved: Sequence[str] = (),
-    has_held_out: bool | None = None,
-    eval_strategy: str | None = None,
-    use_whitening: bool = False,
+    evaluate: str | None,
+    unresolved: Sequence[str],
+    has_held_out: bool | None,
+    eval_strategy: str | None,
+    use_whitening: bool,
 ) -> Outcome:
     """Return the outcome of a run in parts; see `training_outcome`."""
     last = {name: value for entry in log_history for name, value in entry.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import re
@@ -60,7 +59,7 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
         return
     try:
         if find_spec("ebft.tools") is not None:
-            importlib.import_module(_REPORT).write_report(Path(config.output_dir))
+            import_module(_REPORT).write_report(Path(config.output_dir))
     except Exception as failure:  # the report must not change how the run ends
         warn(f"The report of the run was not written ({failure}).")
 

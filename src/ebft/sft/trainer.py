@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -315,7 +316,7 @@ class _KeepPosition(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         rows = self._first + (state.global_step - self._first_step) * self._trainer.rows_per_step
-        position = self._trainer.position.as_json()
+        position = asdict(self._trainer.position)
         state.stateful_callbacks[_SAVED_AS] = {"rows": rows, "position": position, "order": self._order}
 
 

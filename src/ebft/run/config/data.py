@@ -22,13 +22,10 @@ _NOT_STREAMED = {
 
 def stream_problems(config: "MethodConfig") -> Iterator[str]:
     """Contradictions, one message each."""
-    for number, entry in enumerate(config.test_datasets):
-        if entry.skip:
-            yield f"test_datasets.{number}.skip is not supported. Set split: train[{entry.skip}:]."
+    for where, entry in entries_of(config):
+        if entry.skip and not (config.streaming and where.startswith("datasets")):
+            yield f"{where}.skip is only read in datasets with streaming: true. Set split: train[{entry.skip}:]."
     if not config.streaming:
-        for number, entry in enumerate(config.datasets):
-            if entry.skip:
-                yield f"datasets.{number}.skip is only read with streaming: true. Set split: train[{entry.skip}:]."
         return
     if not config.method.reads_streams:
         yield f"streaming is not supported with {config.method.name}. Set split to a part, such as train[:100000]."
