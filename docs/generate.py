@@ -24,7 +24,8 @@ INTRODUCTION = """\
 # Config keys
 
 Keys of sections are written with dots, as in overrides on the command line: `ebft train run.yaml ebft.stride=4`.
-`N` is a position in a list, counted from 0. A key without a value is unset. Unknown keys are errors.
+`N` is a position in a list, counted from 0. A key without a value is unset. An unknown key in a file is a
+warning, unless it is like another key: that is an error, and so are others in overrides.
 """
 
 TROUBLESHOOTING_INTRODUCTION = f"""\

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ebft.config.user_functions import find_function
-from ebft.errors import EBFTError
+from ebft.errors import ConfigError, EBFTError
 from ebft.run.checks import check_runnable
 from ebft.run.config.schema import RunConfig, load_config
 from tests.config.conftest import MINIMAL, STRIDED
@@ -93,7 +93,7 @@ def test_an_override_does_not_reach_the_anchor_through_its_alias(write):
     ("seed: 1\n", ("base_model is missing", "datasets is missing")), (b"base_model: caf\xe9\n", ("run.yaml", "UTF-8")),
     ("ebft:\n\tstride: 4\n", ("line 2", "tab")), ("datasets: [{path: a, type: b}\nrl: ebft\n", ("line",)),
     ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
-    (PLAIN + "seed: 1\nsplt: train\nebft: {strid: 4}\n", ("key 'splt' (line 4).", "key 'ebft.strid' (line 5).")),
+    (PLAIN + "seed: 1\nseedd: 2\nebft: {strid: 4}\n", ("key 'seedd' (line 4).", "key 'ebft.strid' (line 5).")),
     ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
     ("%YAML 1.1\n---\nbase_model: model\n", ("configs are read as YAML 1.2",)),
     ("[" * 1000, ("run.yaml",)), ("base_model: m\n~: 1\n", ("unknown key",)),
@@ -104,6 +104,26 @@ def test_a_file_that_is_no_config(tmp_path, text, parts):
     path = tmp_path / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert_refused(parts, load_config, path)
+
+
+def test_keys_of_other_tools_are_warnings_in_files_alone(write):
+    text = "image: a:1\nebft: {mode: strided, notes: [1]}\nrl: ebft\n"
+    with pytest.warns(UserWarning) as found:
+        config = load_config(write(text), ["lr=0.5"])
+    said = [str(warning.message) for warning in found]
+    assert all(any(f"Unknown key {key} (line " in each for each in said) for key in ("'image'", "'ebft.notes'"))
+    assert config.learning_rate == 0.5
+    for override in ("image=b", "ebft.notes=1"):
+        with pytest.raises(ConfigError, match="Unknown key"):
+            load_config(write("rl: ebft\n"), [override])
+    with pytest.raises(ConfigError, match="Unknown key .*Did you mean 'ebft.stride'"):
+        load_config(write("rl: ebft\nstride: 4\n"))
+
+
+def test_datasets_without_a_type_or_path(write):
+    entry = "datasets: [{data_files: [a.json], ds_type: json}]\nrl: dpo\n"
+    found = load_config(write(f"base_model: m\n{entry}", required=False)).datasets[0]
+    assert (found.path, found.type) == ("json", "passthrough")
 
 
 ROW = {"path": "rows.jsonl", "type": "ebft_pretrain.transform"}

@@ -52,8 +52,6 @@ STEPS = {"path": "x", "type": "stepwise_supervised", "step_separator": "!", "max
     ("reward_model", {"num_labels": 2}, "num_labels: 2 is invalid with reward_model: true, .* Set 1"),
     ("process_reward_model", {"num_labels": 1},
      "num_labels: 1 is invalid with process_reward_model: true.* Set 2 or more"),
-    (None, {"datasets": [{**STEPS, "type": "completion"}]},
-     "datasets.0.step_separator has no effect with type: completion.*stepwise_supervised"),
     ("process_reward_model", {"datasets": [{**STEPS, "step_separator": ""}]}, "step_separator"),
 ])  # fmt: skip
 def test_values_that_do_not_fit_the_method(flag, keys, message):

@@ -208,6 +208,7 @@ _IGNORED = {
     "and PEFT load only what is needed, one weight at a time; see fsdp_config.cpu_ram_efficient_loading",
     "freeze_mm_modules": "only the text model is loaded",
     "use_peft": "adapter decides it",
+    "memory": "it belongs to a job",
     "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model is_llama_derived_model cls_model_config "
     "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy gptq gptq_groupsize gptq_model_v1 gptq_use_triton "
     "gptq_disable_exllama": _OF_FILES,

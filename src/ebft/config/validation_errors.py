@@ -21,7 +21,7 @@ _WANTED = {
     "string_type": "a string (put it in quotes if it looks like a number)",
 }
 # Minimum similarity for suggesting a known key in place of an unknown one: a typo, not a different word.
-_SLIP = 0.76
+_SLIP = 0.75
 _LIST = "Run `ebft config` to list all keys."
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000  # of a message; further errors are counted
 _SHOWN = 120  # characters of a value
@@ -108,8 +108,8 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     return f"Unknown key {key!r}. {_LIST}"
 
 
-def foreign_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """The dotted unknown keys that are like no key of `model`, as those of other tools, or misplaced and false."""
+def keys_of_others(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """The dotted unknown keys that are like no key of `model`, such as keys of other tools, or misplaced and false."""
     is_foreign = lambda detail: (
         _sentence(detail, model, "").endswith(_LIST)
         or (detail["input"] is False and detail["loc"][-1] in model.model_fields)

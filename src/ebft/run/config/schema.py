@@ -18,7 +18,7 @@ from ebft.config.axolotl import SAME_KEYS
 from ebft.config.keys.serving import ServerSettings
 from ebft.config.section import Section
 from ebft.config.user_functions import search_folders, with_plugin_args
-from ebft.config.validation_errors import foreign_keys, raise_config_error
+from ebft.config.validation_errors import keys_of_others, raise_config_error
 from ebft.errors import ConfigError, shortened, warn
 from ebft.methods.base_config import GROUPS as COMMON
 from ebft.methods.base_config import MethodKeys
@@ -93,7 +93,7 @@ def _checked(values: Any, place: Callable[[str], str]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        foreign = {key: line for key in foreign_keys(error, RunConfig) if (line := place(key))}
+        foreign = {key: line for key in keys_of_others(error, RunConfig) if (line := place(key))}
         if not foreign:
             raise_config_error(error, RunConfig)
     for key, line in foreign.items():
