@@ -4,12 +4,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from peft.optimizers import create_loraplus_optimizer
 from torch.optim import AdamW
 
 from ebft import errors, train
 from ebft.models import load, pretrained
-from ebft.run.trainer import rates_of
+from ebft.run.trainer import Muon, rates_of
 from tests.run.conftest import LORA, strided
 
 EMBEDDINGS = {**LORA, "lora_target_linear": False, "lora_target_modules": ["embed_tokens", "q_proj"]}
@@ -66,7 +67,40 @@ def test_lora_plus_is_that_of_peft(make):
     assert found == {1e-5, 1e-3, 2e-3}
 
 
+def test_muon_orthogonalises_the_steps_of_inner_matrices(make):
+    """Their singular values are near 1, in units of AdamW's steps; AdamW itself trains the rest."""
+    trainer = train(
+        make(max_steps=1, optimizer="muon", lr_groups=[{"name": "a", "modules": ["k_proj"], "lr": 0.5}])
+    ).trainer
+    found = {name: rate for name, (rate, _) in rates(trainer).items()}
+    assert found["model.layers.0.self_attn.k_proj.weight"] == 0.5 != found["model.layers.0.self_attn.q_proj.weight"]
+    model = trainer.model
+    twins = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
+    optimizer = Muon(AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model)
+    twin = AdamW(twins.values(), lr=0.1, weight_decay=0.5)
+    inner = [name for name in twins if "layers" in name and "norm" not in name]
+    for _ in range(2):
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        for name, value in model.named_parameters():
+            value.grad = twins[name].grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
+            if name in inner:
+                left, sizes, right = torch.linalg.svd(value.grad, full_matrices=False)
+                value.grad = left @ torch.linspace(1, 3, len(sizes)).diag() @ right
+        optimizer.step()
+        twin.step()
+        for name, value in model.named_parameters():
+            if name not in inner:
+                torch.testing.assert_close(value, twins[name], msg=name)
+                continue
+            step = (before[name] * (1 - 0.1 * 0.5) - value) / (0.1 * 0.2 * max(value.shape) ** 0.5)
+            left, _, right = torch.linalg.svd(value.grad, full_matrices=False)
+            sizes = left.T @ step @ right.T
+            assert sizes.diagonal().min() > 0.6 and sizes.diagonal().max() < 1.3, name
+            assert (sizes - sizes.diagonal().diag()).abs().max() < 0.05, name
+
+
 def test_a_resumed_run_continues_exactly(make, resumed, tmp_path):
+    resumed(optimizer="muon", auto_resume_from_checkpoints=False)
     keys = {**LORA, "loraplus_lr_ratio": 16.0, "lora_modules_to_save": ["lm_head"], "embedding_lr": 0.25}
     found = rates(resumed(**keys))
     for part, rate in (("lora_B", 16e-3), ("lora_A", 1e-3), ("lm_head", 0.25)):

@@ -112,6 +112,16 @@ def test_two_processes_train_as_one(trained, inputs, name):
     assert_same(trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE), one)
 
 
+def test_muon(trained, inputs):
+    """Its products round to bfloat16, and magnify small singular values, so that equal gradients differ afterwards."""
+    before = load_file(inputs / "model" / "model.safetensors")
+    (_, one, _), *others = (trained("sft, packed", count, optimizer="muon", **keys)
+                            for count, keys in ((1, {}), (2, {}), (2, WHOLE)))  # fmt: skip
+    for (_, other, _), most in zip(others, (1e-5, 0.06)):
+        for name, value in one.items():
+            assert (other[name] - value).norm() < most * (value - before[name]).norm(), name
+
+
 ADAPTED = {"adapter": "lora", "lora_r": 4, "lora_target_modules": ["q_proj"], "chat_template": "chatml"}
 ADAPTED |= {"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "lora_target_linear": False}
 IN_8, IN_4 = {"load_in_8bit": True, "adapter": "lora"}, {"load_in_4bit": True, "adapter": "qlora"}

@@ -142,7 +142,7 @@ class Plugins:
                 continue
             config, key = self._config, "optimizer" if what == "optimizer" else "lr_scheduler"
             given = [each for each in ("fsdp", "fsdp_config", "deepspeed") if getattr(config, each)]
-            given += ["lr_groups, embedding_lr or loraplus_lr_ratio"] if trainer.rate_of is not None else []
+            given += ["lr_groups, embedding_lr, loraplus_lr_ratio or muon"] if trainer.arrange is not None else []
             if given:
                 raise ConfigError(f"plugins: {name}.create_{what} cannot be used with {given[0]}. Set {key} instead.")
             setattr(trainer, what, created)

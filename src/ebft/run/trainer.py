@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Optimizer
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from ebft.config.keys.run import RATE_KEYS
@@ -61,7 +63,9 @@ def build_trainer(
         callbacks=[ConsoleMetrics()],
     )
     keep_going_without_trackers(trainer)
-    trainer.rate_of = rates_of(config, trainer.model)
+    rate_of = rates_of(config, trainer.model)
+    if rate_of is not None or config.optimizer == "muon":
+        trainer.arrange = partial(arranged, trainer.model, rate_of, config.optimizer == "muon")
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     if config.health:
         trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
@@ -104,7 +108,6 @@ _SAME_NAME = (
 _OTHER_NAME = {
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
     "lr_scheduler": "lr_scheduler_type",
     "wandb_name": "run_name",
     "trackio_project_name": "project",
@@ -118,6 +121,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     """Arguments for TrainingArguments; `rows` is the number of training rows, for settings that count per epoch."""
     kwargs = {key: getattr(config, key) for key in _SAME_NAME}
     kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
+    kwargs["optim"] = "adamw_torch" if config.optimizer == "muon" else config.optimizer
     precision = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
     given = os.environ.get(_PRECISION, "no").lower()  # if it is "no", accelerate reads its own config file
     if given not in ("no", precision):
@@ -263,3 +267,50 @@ def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | No
         return rate
 
     return rate_of
+
+
+def arranged(
+    model: nn.Module, rate_of: Callable[[str], float] | None, with_muon: bool, optimizer: Optimizer
+) -> Optimizer:
+    """A new optimizer with a group for each learning rate; the optimizer's is first, and logged. Or Muon."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: list[dict[str, Any]] = []
+    for group in optimizer.param_groups if rate_of is not None else []:
+        by_rate: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_rate.setdefault(rate_of(names[id(parameter)]), []).append(parameter)
+        found += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
+    if found:
+        optimizer.param_groups[:] = sorted(found, key=lambda group: group["lr"] != optimizer.defaults["lr"])
+    return Muon(optimizer, model) if with_muon else optimizer
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon` for the matrices of `model`, with steps as long as AdamW's (Liu et al. 2025, arXiv:2502.16982,
+    section 2.2), and AdamW for its vectors, embeddings, output layers, and experts in one tensor.
+
+    `optimizer`: an AdamW with all trained parameters, whose groups and settings are kept.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        layers = [unwrap_adapter(model).get_output_embeddings(), getattr(unwrap_adapter(model), "score", None)]
+        layers += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        outer = {id(weight) for layer in layers if layer is not None for weight in layer.parameters()}
+        is_inner = lambda weight: weight.ndim == 2 and id(weight) not in outer
+        groups = [
+            {**group, "params": own, "is_inner": flag}
+            for group in optimizer.param_groups
+            for flag in (True, False)
+            if (own := [weight for weight in group["params"] if is_inner(weight) is flag])
+        ]
+        self._parts = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], adjust_lr_fn="match_rms_adamw"), AdamW(groups)
+        super().__init__(groups, self._parts[0].defaults | optimizer.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for part, is_inner in zip(self._parts, (True, False)):
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if group["is_inner"] is is_inner]
+            part.step()
+        return loss

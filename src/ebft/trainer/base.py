@@ -59,7 +59,7 @@ class OverTrainer(Trainer):
 
     control: TrainerControl
     current_flos: float
-    rate_of: Callable[[str], float] | None = None  # the learning rate of a parameter by its name
+    arrange: Callable[[Optimizer], Optimizer] | None = None  # what becomes of a new optimizer
     into_checkpoint: Sequence[Callable[[Path], None]] = ()  # called on one process with the folder of each checkpoint
     into_model: Sequence[Callable[[Path], None]] = ()  # also with the folder of the final model
     card: Callable[[], str] | None = None  # the model card that is pushed
@@ -105,8 +105,8 @@ class OverTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if is_new and self.rate_of is not None:
-            _split_by_rate(optimizer, self.model if model is None else model, self.rate_of)
+        if is_new and self.arrange is not None:
+            self.optimizer = optimizer = self.arrange(optimizer)
         return optimizer
 
     # A step: the update, its log, and whether training may be stopped
@@ -566,18 +566,6 @@ class KeepsLogs(OverTrainer):
         super().restore_running_state(state)
         self.logged("train").update(state.get("metrics", {}))
         self._total_train_tokens = state.get("tokens", 0)
-
-
-def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str], float]) -> None:
-    """Split the groups of a new optimizer by learning rate; the optimizer's is first, and logged."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        by_rate: dict[float, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            by_rate.setdefault(rate_of(names[id(parameter)]), []).append(parameter)
-        found += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
-    optimizer.param_groups[:] = sorted(found, key=lambda group: group["lr"] != optimizer.defaults["lr"])
 
 
 def _describe(inputs: dict[str, Any]) -> str:

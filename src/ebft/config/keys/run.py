@@ -32,7 +32,7 @@ class OptimizerKeys(Section):
     """Optimizer and learning-rate schedule."""
 
     learning_rate: float = Field(1e-5, gt=0, le=MAX_RATE, description="Peak learning rate.")
-    optimizer: str = Field("adamw_torch_fused", description="Name of the optimizer, as in transformers' `optim`.")
+    optimizer: str = Field("adamw_torch_fused", description="Name as in transformers' `optim`, or muon.")
     optim_args: dict[NotBlank, bool | int | float | NotBlank] | None = None
     """Additional arguments of the optimizer, such as r for schedule_free_adamw."""
     lr_scheduler: str = "cosine"
