@@ -28,7 +28,7 @@ from ebft.sft.trainer import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import AsyncEBFTTrainer, EBFTTrainer, RolloutGRPOTrainer
 from ebft.structured.trl import OverTRL
-from ebft.trainer import KeepsLogs, OverTrainer
+from ebft.trainer import KeepsLogs, MeansOverRows, OverTrainer
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
 OF_PREFERENCES = (DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer)
@@ -80,7 +80,7 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
     },
     KeepsLogs: shared("_metrics", "_total_train_tokens"),  # those that the trainer has
     SFTTrainer: shared("_prepare_inputs"),
-    KeepsMetrics: shared("_get_num_items_in_batch"),
+    **dict.fromkeys((MeansOverRows, KeepsMetrics), shared("_get_num_items_in_batch")),
     HasReference: {
         "_precompute_ref_logps": "(dataset, name, batch size) -> rows with log-probabilities of the reference model",
     },

@@ -14,7 +14,7 @@ from trl import RewardConfig, RewardTrainer
 
 from ebft.data.transforms.rows import IGNORE
 from ebft.monitor.metrics import HeldOutMeans
-from ebft.trainer import KeepsLogs, OverTrainer
+from ebft.trainer import MeansOverRows, OverTrainer
 
 
 @dataclass
@@ -35,12 +35,17 @@ class ReportsHeldOutMeans(OverTrainer):
         return output
 
 
-class RewardModelTrainer(ReportsHeldOutMeans, KeepsLogs, RewardTrainer):
-    """RewardTrainer whose evaluation reports loss, accuracy and margin as means over the held-out pairs."""
+class RewardModelTrainer(ReportsHeldOutMeans, MeansOverRows, RewardTrainer):
+    """RewardTrainer with loss, accuracy and margin as means over the pairs of a step, and over the held-out pairs."""
+
+    def count_rows(self, inputs: dict[str, Tensor]) -> int:
+        return len(inputs["input_ids"]) // 2  # chosen, then rejected
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        self.budget.add(documents=len(inputs["input_ids"]) // 2)
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for name in ("accuracy", "margin", "mean_reward"):
+            self._metrics["train"][name][-1] *= self.share(inputs)
+        return loss
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         for name, extreme in (("min_reward", min), ("max_reward", max)):  # TRL would log means over micro-batches

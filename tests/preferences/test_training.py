@@ -21,24 +21,23 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "sft"])
-def test_metrics_of_an_incomplete_micro_batch_are_means_over_rows(method, tmp_path):
-    """Three rows as 2 + 1 and as one batch; the loss `sft` is a mean over tokens, so its weights are equal too."""
+def test_means_of_an_incomplete_micro_batch_are_over_rows_or_tokens(method, tmp_path):
+    """Three rows as 2 + 1 and as one batch: the loss, its gradient, the metrics."""
     write_inputs(tmp_path, pairs(3))
-    of_tokens = {"dpo_loss_type": "sft", "adam_epsilon": 1e-3} if method == "sft" else {}
+    of_tokens = {"dpo_loss_type": "sft"} if method == "sft" else {}
     runs = []
     for size, count in ((3, 1), (2, 2)):
-        keys = {"micro_batch_size": size, "gradient_accumulation_steps": count, "max_steps": 1, **of_tokens}
+        keys = {"micro_batch_size": size, "gradient_accumulation_steps": count, "max_steps": 1, "adam_epsilon": 1e-3}
         out = tmp_path / f"out{size}"
-        result = trained("dpo" if of_tokens else method, tmp_path, False, output_dir=str(out), **keys)
+        result = trained("dpo" if of_tokens else method, tmp_path, False, output_dir=str(out), **keys, **of_tokens)
         runs.append((result.trainer.state.log_history[0], weights(out)))
     (whole, expected), (split, found) = runs
     names = [name for name in whole if name.startswith(("logps/", "rewards/", "log_odds", "logits/", "nll"))]
     assert {"logps/chosen", "rewards/margins"} <= {*names}
     assert {name: split[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-4)
-    if of_tokens:
-        assert (split["loss"], split["grad_norm"]) == pytest.approx((whole["loss"], whole["grad_norm"]), rel=1e-4)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
+    assert (split["loss"], split["grad_norm"]) == pytest.approx((whole["loss"], whole["grad_norm"]), rel=1e-4)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("precompute", [False, True])

@@ -92,8 +92,11 @@ def test_margins_are_those_of_the_loss_of_trl(make, monkeypatch):
             assert found == pytest.approx(naive("outcome", model, of)[0].item(), rel=1e-5)
 
 
-def test_accumulated_batches_give_the_loss_of_all_their_steps(make):
-    losses = [train(make("process", max_steps=1, micro_batch_size=size, gradient_accumulation_steps=8 // size)).metrics
-              for size in (1, 8)]  # fmt: skip
-    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-5)
-    assert losses[0]["grad_norm"] == pytest.approx(losses[1]["grad_norm"], rel=1e-4)
+@pytest.mark.parametrize(("kind", "size"), [("process", 1), ("outcome", 4)])
+def test_accumulated_batches_give_the_loss_of_all_their_rows(kind, size, make, monkeypatch):
+    """Nine pairs as 4 + 4 + 1, and nine replies one by one."""
+    split, whole = (train(make(kind, max_steps=1, micro_batch_size=size, gradient_accumulation_steps=count))
+                    .trainer.state.log_history[0]
+                    for size, count in ((size, -(-9 // size)), (9, 1)))  # fmt: skip
+    for name in {"loss", "grad_norm", "accuracy", "margin"} & split.keys():
+        assert split[name] == pytest.approx(whole[name], rel=1e-4), name

@@ -30,19 +30,18 @@ from ebft.monitor.metrics import HeldOutRows, sums_over_ranks
 from ebft.prefix.forward import head_of, take_programs
 from ebft.prefix.logps import choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax
-from ebft.trainer import KeepsLogs
+from ebft.trainer import MeansOverRows
 
 _OF_ROWS = ("rewards/", "logps/", "log_odds_")  # metrics that are means over rows, unless `counts_behind` has them
 _ROWS = ""  # the number of rows among counts
 
 
-class KeepsMetrics(KeepsLogs):
+class KeepsMetrics(MeansOverRows):
     """Trainer whose metrics continue after a resume, and whose means count every row or token once.
 
-    TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. Pairs, or
-    completions with a label, are the documents of the budget. `loss_name`: the name of the loss in `logged("eval")`.
-    `loss_items`: the name in `counts_behind` of the items over which a term of the loss is a mean, or None if it is one
-    over rows. `of_step`: metrics that are normalised by `divisor` already.
+    TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. `loss_name`: the
+    name of the loss in `logged("eval")`. `loss_items`: the name in `counts_behind` of the items over which a term of
+    the loss is a mean, or None if it is one over rows. `of_step`: metrics that are normalised by `divisor` already.
     """
 
     ref_model: nn.Module | None = None
@@ -67,10 +66,6 @@ class KeepsMetrics(KeepsLogs):
         keep_output_dtype(self.accelerator)  # before the reference model is sharded
 
     @abstractmethod
-    def count_rows(self, inputs: dict[str, Tensor]) -> int:
-        """Return the number of rows of a batch."""
-
-    @abstractmethod
     def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         """Return the number of items of a batch for metrics that are not means over its rows, always the same names."""
 
@@ -82,7 +77,7 @@ class KeepsMetrics(KeepsLogs):
         """
         if self._is_evaluating:
             return None if self._per_row is None else self._per_row * self.count_rows(inputs)
-        return self._per_batch
+        return None if self._per_batch is None else self._per_batch * self._share
 
     def _counts(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         return self.counts_behind(inputs) | {_ROWS: self.count_rows(inputs)}
@@ -102,7 +97,6 @@ class KeepsMetrics(KeepsLogs):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        self.budget.add(documents=self.count_rows(inputs))
         logged = self.logged("train")
         before = {name: len(values) for name, values in logged.items()}
         batches = self.current_gradient_accumulation_steps
@@ -120,6 +114,8 @@ class KeepsMetrics(KeepsLogs):
         # The mean over the micro-batches becomes the mean over the items, or the rows, of the step.
         for name, count in counts.items():
             total = self._next_counts[name]
+            if name in self.of_step:
+                logged[name][-1] *= self.share(inputs)
             if name in self.of_step or not total:
                 continue
             if len(logged[name]) == before.get(name, 0):  # TRL leaves out means over nothing

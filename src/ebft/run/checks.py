@@ -203,7 +203,7 @@ def check_adapted_experts(config: RunConfig, model: nn.Module) -> None:
 
 # Optimizers, without optim_args, and schedules, without lr_scheduler_kwargs, that need no check. For all others,
 # transformers (and torch) is imported, and they are created for one weight.
-_PLAIN = ("adamw_torch", "adamw_torch_fused", "muon", "adafactor", "sgd", "adagrad", "rmsprop")
+_PLAIN = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 _PLAIN_SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"),
     *("reduce_lr_on_plateau", "greedy"),
@@ -227,7 +227,7 @@ def check_optimizer(config: RunConfig) -> None:
     if name == "muon" and (config.deepspeed is not None or config.optim_args):
         key = "optim_args" if config.optim_args else "deepspeed"
         raise ConfigError(f"{key} cannot be used with optimizer: muon. Remove it, or set adamw_torch.")
-    if name not in _PLAIN or config.optim_args:
+    if name not in (*_PLAIN, "muon") or config.optim_args:
         _try_optimizer(config)
     if config.lr_scheduler not in _PLAIN_SCHEDULES or config.lr_scheduler_kwargs:
         _try_schedule(config)

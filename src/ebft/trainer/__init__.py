@@ -4,6 +4,6 @@ Like transformers_internals.py, the files of this folder use private interfaces 
 tests/test_contracts.py checks against the installed release.
 """
 
-from ebft.trainer.base import KeepsLogs, OverTrainer
+from ebft.trainer.base import KeepsLogs, MeansOverRows, OverTrainer
 
-__all__ = ["KeepsLogs", "OverTrainer"]
+__all__ = ["KeepsLogs", "MeansOverRows", "OverTrainer"]

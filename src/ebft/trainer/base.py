@@ -7,6 +7,7 @@ import math
 import os
 import time
 import warnings
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -28,7 +29,7 @@ from ebft.files import STAGING, STATE, clean_staging, json_object, publish, writ
 from ebft.models import sharding
 from ebft.models.load import warn_of_lost_steps
 from ebft.monitor.budget import COUNTED, Budget, KeepBudget
-from ebft.monitor.metrics import maxima_over_ranks, read_numbers
+from ebft.monitor.metrics import maxima_over_ranks, read_numbers, sums_over_ranks
 from ebft.monitor.run_files import PENDING_EVALUATION
 from ebft.trainer import checkpoints
 from ebft.trainer.pushing import Pushing
@@ -566,6 +567,42 @@ class KeepsLogs(OverTrainer):
         super().restore_running_state(state)
         self.logged("train").update(state.get("metrics", {}))
         self._total_train_tokens = state.get("tokens", 0)
+
+
+class MeansOverRows(KeepsLogs):
+    """Mixin for trainers whose loss is a mean over the rows of a micro-batch: it becomes one over those of the step.
+
+    Rows are the documents of the budget.
+    """
+
+    _rows_of_step: float
+    _share: float = 1.0  # of the rows of the step that the current micro-batch has, times the number of micro-batches
+
+    @abstractmethod
+    def count_rows(self, inputs: dict[str, Tensor]) -> int:
+        """Return the number of rows of a batch."""
+
+    def share(self, inputs: dict[str, Tensor]) -> float:
+        """Return the weight of a micro-batch among those of the step and of all processes, whose mean is 1."""
+        batches = self.current_gradient_accumulation_steps * self.accelerator.num_processes
+        return self.count_rows(inputs) * batches / self._rows_of_step
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        rows = sum(map(self.count_rows, batch_samples))
+        (self._rows_of_step,) = sums_over_ranks([rows], self.accelerator)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        self.budget.add(documents=self.count_rows(inputs))
+        self._share = self.share(inputs)
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._share = 1.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(*args, **kwargs)
+        return found if self._share == 1.0 else found * self._share
 
 
 def _describe(inputs: dict[str, Any]) -> str:
