@@ -216,3 +216,5 @@ def test_a_tied_output_layer_is_named(make_config, make_base):
         adapted(make_config(**tied, unfrozen_parameters=["^lm_head.weight$"]))
     model = adapted(make_config(**tied, unfrozen_parameters=["model.embed"]))
     assert trained(model) == ["model.embed_tokens.weight"]
+    with pytest.warns(UserWarning, match="lora_modules_to_save: lm_head keeps the weights that it shares"):
+        adapted(make_config(**{**LORA, **ALL, **tied}, lora_modules_to_save=["embed_tokens"]))

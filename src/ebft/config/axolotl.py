@@ -25,9 +25,10 @@ _UNSUPPORTED = {
     "or train all weights",
     "peft": "base weights are quantised with load_in_4bit or load_in_8bit, without LoftQ, which changes them, and "
     "without torchao. Remove it",
-    "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
+    "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Set lora_modules_to_save: [embed_tokens, "
+    "lm_head]",
     "peft_layer_replication": "the adapter would belong to a model with more layers than base_model. Remove it",
-    "peft_ensure_weight_tying": "PEFT decides this from the model's config. Remove it",
+    "peft_ensure_weight_tying": "set lora_modules_to_save: [embed_tokens, lm_head], which are trained apart",
     "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
     "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
     "fp8_config": "the only recipe is tensorwise, the default of fp8. Remove it",
@@ -97,7 +98,7 @@ UNSUPPORTED_KEYS = {name: reason for names, reason in _UNSUPPORTED.items() for n
 UNSUPPORTED_IN_DATASETS = {
     "conversation": "set chat_template of the config",
     "chat_template_jinja": "set chat_template of the config to the text of the template",
-    "message_field_training_detail": "use message_field_training, and split a turn that is trained on in part",
+    "message_field_training_detail": "use message_field_training, for whole turns",
     "input_format": "set type to a mapping with format",
     "input_transform": "use a custom transform as type",
     "text_column": "set field",
@@ -252,7 +253,8 @@ _IGNORED = {
     "use_otel_metrics otel_metrics_host otel_metrics_port": "metrics are written to metrics.jsonl in output_dir",
     "hf_use_auth_token use_auth_token push_to_hub push_adapter_to_hub": "hub_model_id uploads the model; see `hf auth "
     "login`",
-    "include_tokens_per_second include_tkps do_causal_lm_eval eval_causal_lm_metrics": "it is always logged",
+    "include_tokens_per_second include_tkps do_causal_lm_eval": "it is always logged",
+    "eval_causal_lm_metrics": "perplexity is always logged; for others use ebft evaluate",
     "do_bench_eval eval_table_size eval_table_max_new_tokens eval_max_new_tokens generate_samples "
     "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
     "generation_prompt_ratio generation_do_sample": "use ebft evaluate, or log_rollouts",

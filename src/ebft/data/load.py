@@ -13,7 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.keys.data import DataSettings
 from ebft.data.apply import Check, Source, apply_transform, tokenise
 from ebft.data.documents import cut_and_drop, without_repeated
-from ebft.data.row_counts import PROMPT_TOO_LONG, SPLIT, TOO_LONG, RowCounts, SectionReport
+from ebft.data.row_counts import (
+    COMPLETION_TOO_LONG,
+    PROMPT_TOO_LONG,
+    REPLY_TOO_LONG,
+    SPLIT,
+    TOO_LONG,
+    RowCounts,
+    SectionReport,
+)
 from ebft.data.sources import RawRows, read_source, row_place
 from ebft.data.tables import discard_tables, shuffle_rows
 from ebft.errors import DataError, shortened
@@ -150,9 +158,10 @@ def _load_section(
 def _advice(config: DataSettings, counts: RowCounts) -> str:
     """What to change if no rows are left, or few; `counts`: rows by reason."""
     length, block = f"sequence_len: {config.sequence_len}", config.required_rows.block
+    is_cut = any(counts[reason] for reason in (PROMPT_TOO_LONG, COMPLETION_TOO_LONG, REPLY_TOO_LONG, TOO_LONG, SPLIT))
     if block is None:
-        return f"provide rows whose texts (a prompt with its reference or replies) fit within {length}, or increase it."
-    is_cut = any(counts[reason] for reason in (PROMPT_TOO_LONG, TOO_LONG, SPLIT))
+        fit = f"provide rows whose texts (a prompt with its reference or replies) fit within {length}, or increase it."
+        return fit if is_cut else "correct the rows, or the keys of datasets."
     longer = "increase sequence_len" if is_cut else "use longer texts"
     return (
         f"a block needs context_length: {block.context_length} tokens (or the prompt and min_completion_prefix: "

@@ -99,15 +99,18 @@ class PreferenceRow:
         return texts[0].ids[:length], [tokens.ids[length:] for tokens in texts]
 
     def _shared_start(self, template: ChatTemplate, chats: list[list[Message]], replied: int) -> str:
-        """The prompt as it is rendered before the completions, if that is not how it is rendered on its own."""
+        """The prompt as it is rendered before the completions, if that is not how it is rendered on its own.
+
+        What comes after its messages, such as a thinking block that one completion has, may differ."""
         places = [Places(template, chat) for chat in chats]
-        starts = {found.text[: found.of(replied).start] for found in places}
-        if len(starts) > 1:
+        starts = [found.text[: found.of(replied).start] for found in places]
+        shared = commonprefix(starts)
+        if len({*starts}) > 1 and not shared.startswith(template(chats[0][:replied])):
             raise DataError(
                 f"chat template {template.name} renders the messages before the completions differently before each of "
                 "them, so the prompt cannot be separated from the completions. Use another chat_template"
             )
-        return starts.pop()
+        return shared
 
 
 def _is_empty(text: Text) -> bool:

@@ -39,8 +39,16 @@ COUNTS = (
     "{% if add_generation_prompt %}<|im_start|>OPENED{% else %}<|im_end|>{% endif %}"
 )
 
+THINKS = (
+    "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}{% else %}A{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}E{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A<think>{% endif %}"
+)
+
 
 @pytest.mark.parametrize(("row", "type", "template", "expected"), [
+    ({**CHAT, "chosen": [assistant("Yes", reasoning_content="hm")]}, "passthrough", THINKS,
+     ("UHiA", "<think>hm</think>YesE", "No!E")),
     (PAIR, "passthrough", None, ("Hi", "Yes<|endoftext|>", "No!<|endoftext|>")),
     ({**PAIR, "chosen": "Yes<|endoftext|>"}, "passthrough", None, ("Hi", "Yes<|endoftext|>", "No!<|endoftext|>")),
     (CHAT, "passthrough", None, (START, "Yes<|im_end|>\n", "No!<|im_end|>\n")),
