@@ -65,7 +65,7 @@ def build_trainer(
     keep_going_without_trackers(trainer)
     rate_of = rates_of(config, trainer.model)
     if rate_of is not None or config.optimizer == "muon":
-        trainer.arrange = partial(arranged, trainer.model, rate_of, config.optimizer == "muon")
+        trainer.arrange = partial(grouped_optimizer, trainer.model, rate_of, config.optimizer == "muon")
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     if config.health:
         trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
@@ -269,7 +269,7 @@ def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | No
     return rate_of
 
 
-def arranged(
+def grouped_optimizer(
     model: nn.Module, rate_of: Callable[[str], float] | None, with_muon: bool, optimizer: Optimizer
 ) -> Optimizer:
     """A new optimizer with a group for each learning rate; the optimizer's is first, and logged. Or Muon."""

@@ -570,7 +570,7 @@ class KeepsLogs(OverTrainer):
 
 
 class MeansOverRows(KeepsLogs):
-    """Mixin for trainers whose loss is a mean over the rows of a micro-batch: it becomes one over those of the step.
+    """Mixin for trainers whose loss is a mean over the rows of a micro-batch: it becomes a mean over the whole step.
 
     Rows are the documents of the budget.
     """
@@ -583,7 +583,7 @@ class MeansOverRows(KeepsLogs):
         """Return the number of rows of a batch."""
 
     def share(self, inputs: dict[str, Tensor]) -> float:
-        """Return the weight of a micro-batch among those of the step and of all processes, whose mean is 1."""
+        """Return the weight of a micro-batch in the step of all processes; the mean weight is 1."""
         batches = self.current_gradient_accumulation_steps * self.accelerator.num_processes
         return self.count_rows(inputs) * batches / self._rows_of_step
 
