@@ -114,7 +114,7 @@ def test_prompts_that_are_too_long(sampler):
 def test_a_session(sampler, capsys, monkeypatch):
     lines = lambda *given: Mock(side_effect=[*given, EOFError])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # control characters are symbols
-    session = Session(sampler, chats=True)
+    session = Session(sampler, write=None)
     session.run(lines("say 3", "", "/base", "say 3", "/nothing", "/help"))
     shown = capsys.readouterr().out
     first = sampler.text(sampler.reply_ids(CHAT)[0])

@@ -2,6 +2,8 @@
 
 import pytest
 
+from ebft.config.keys.data import DatasetEntry
+from ebft.data.transforms.formats import written_prompt
 from ebft.errors import DataError
 from tests.data.conftest import tokenised
 
@@ -41,6 +43,16 @@ def test_alpaca(texts, row, prompt):
     start = prompt.removeprefix("<|begin|>").partition("\n\n")[0]
     chat = "USER: Add.\n1 2\nASSISTANT:" if row.get("input") else "USER: Add.\nASSISTANT:"
     assert texts("alpaca:chat", {**ADD, **row}) == (f"<|begin|>SYSTEM: {start}\n{chat}", "3<|end|>")
+
+
+@pytest.mark.parametrize(("type", "prompt"), [
+    ("alpaca", ALPACA.removeprefix("<|begin|>")),
+    ({"field_instruction": "t.en", "format": "[{instruction}] "}, "[Add.] "),
+    ("completion", "Add."), ("chat_template", None),
+])  # fmt: skip
+def test_how_inference_writes_a_question(type, prompt):
+    write = written_prompt([DatasetEntry(path="rows.jsonl", type=type)])
+    assert (write and write("Add.")) == prompt
 
 
 @pytest.mark.parametrize("type", ["alpaca_chat", "alpaca_chat.load_qa"])

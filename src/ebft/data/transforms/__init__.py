@@ -12,7 +12,7 @@ neither, so that configs are checked quickly.
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -147,7 +147,6 @@ PROMPTS: dict[Any, dict[str, str]] = {
 # The first parts of the names, without the formats of preference data.
 _UNPAIRED = [name for name, found in TRANSFORMS.items() if not {*found.rows} & {*_BOTH}]
 MODULES = list(dict.fromkeys(name.partition(".")[0] for name in _UNPAIRED))
-_PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # text without a chat format
 
 # Names of transforms in axolotl that are different here.
 OTHER_TYPES = {
@@ -271,11 +270,6 @@ def equivalent_transform(name: Type, kind: Rows) -> str | None:
         return None
     found = TRANSFORMS.get(name if "." in name else f"{name}.transform")
     return None if found is None or kind in found.rows else found.twin
-
-
-def is_plain_text(names: Iterable[Any]) -> bool:
-    """Whether the rows of all these transforms are text without a chat format, so that a model learns none."""
-    return all(str(name).partition(".")[0] in _PLAIN_TEXT for name in names)
 
 
 def reads_lines(name: Type) -> bool:

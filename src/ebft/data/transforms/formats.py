@@ -4,7 +4,7 @@ A row becomes an `Example`. Raw text, from the entry's `field`, else `text`, `co
 answer (the columns of the paper authors' datasets), is a reply to an empty prompt.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from ebft.config.section import PromptFormat
 from ebft.data.messages import Message, chat_in_json, chat_of, normaliser, read_chat, with_system
 from ebft.data.row_counts import first_present, first_shape, optional_text, text_of, value_of
 from ebft.data.tokens import THINKING
-from ebft.data.transforms import PROMPTS, PreferenceColumns
+from ebft.data.transforms import PROMPTS, TRANSFORMS, PreferenceColumns, built_in
 from ebft.errors import DataError
 
 Text = str | list[Message]
@@ -120,14 +120,28 @@ def reader(name: str, entry: Any, replies: tuple[str, ...] = ()) -> Callable[[Ro
     if name == "text":
         return lambda row: Example("", [_raw_text(row, entry.field)])
     if name in ("alpaca", "user_defined"):
-        keys = PromptFormat(**PROMPTS[name]) if name == "alpaca" else entry.user_defined or PromptFormat()
-        return lambda row: _written(row, keys)
+        return lambda row: _written(row, _prompt_format(name, entry))
     if name == "mapping":
         return lambda row: _columns(row, entry.type, replies)
     found = FORMATS[name]
     if entry.field and name in ("replies", "any"):
         found = found._replace(prompts=(entry.field,))
     return lambda row: _pair(row, found, entry) if found.pairs else _compared(row, found, entry, replies)
+
+
+def _prompt_format(name: str, entry: Any) -> PromptFormat:
+    return PromptFormat(**PROMPTS[name]) if name == "alpaca" else entry.user_defined or PromptFormat()
+
+
+def written_prompt(entries: Sequence[Any]) -> Callable[[str], str] | None:
+    """How datasets with these entries write a question as text: as the first does. None if any has another format."""
+    formats = [name and TRANSFORMS[name].format for name in (built_in(entry.type) for entry in entries)]
+    if not formats or not {*formats} <= {"text", "texts", "segments", "alpaca", "user_defined"}:
+        return None
+    if formats[0] not in ("alpaca", "user_defined"):
+        return str
+    keys = _prompt_format(formats[0], entries[0])
+    return lambda question: _written({keys.field_instruction: question, keys.field_output: ""}, keys).prompt
 
 
 def _raw_text(row: Row, column: str | None) -> str:

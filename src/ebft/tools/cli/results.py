@@ -242,9 +242,11 @@ def inference(
             pass
     sampler = Sampler(loaded, SamplingOptions(max_new_tokens, temperature, top_p, top_k, seed))
     has_template = loaded.tokenizer.chat_template is not None
-    if completion is None and has_template and loaded.is_plain:
-        say("The prompt is continued as plain text, as the model was trained; --chat asks in chat format.", err=True)
-    chats = has_template and not (loaded.is_plain if completion is None else completion)
+    write = loaded.write if completion is None else str if completion else None
+    if completion is None and has_template and write is not None:
+        sample = write("...")
+        form = "plain text" if sample == "..." else repr(sample)
+        say(f"The prompt is continued as {form}, as the model was trained; --chat asks in chat format.", err=True)
     scorer = Scorer(sampler, samples) if reference is not None else None
     if scorer is not None:
         say(f"Reward settings: {loaded.reward_settings}", err=True)
@@ -254,7 +256,7 @@ def inference(
                 "closer to the reference. Increase --samples, best to n_samples_per_prompt of the run.",
                 err=True,
             )
-    session = Session(sampler, chats, base, compare, scorer, reference)
+    session = Session(sampler, write if write is not None or has_template else str, base, compare, scorer, reference)
     if asked is None:
         session.run()
     else:

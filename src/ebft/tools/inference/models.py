@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import base_name, lasting_name
+from ebft.config.keys.data import DatasetEntry
 from ebft.config.keys.models import ModelSettings
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
-from ebft.data.transforms import is_plain_text
+from ebft.data.transforms.formats import written_prompt
 from ebft.errors import ModelError, doing, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.load import as_trained, load_base_model
@@ -35,7 +36,7 @@ class Loaded:
     """A trained model in eval mode, with its tokenizer; the base model is loaded when it is first needed.
 
     `reward`: options of `FeatureMatchingReward`, and where they are from; `template`: extra arguments of the chat
-    template; `is_plain`: whether it was trained on text without a chat format.
+    template; `write`: how questions are written if it was trained on text without a chat format.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Loaded:
     reward: dict[str, Any] = field(default_factory=dict)
     template: dict[str, Any] | None = None
     reward_origin: str = "defaults"
-    is_plain: bool = False
+    write: Callable[[str], str] | None = None
 
     @property
     def reward_settings(self) -> str:
@@ -89,7 +90,7 @@ def model_of_run(config: RunConfig, folder: Path | None = None) -> Loaded:
         {name: getattr(config.ebft, name) for name in option_names(RewardOptions)},
         config.chat_template_kwargs,
         "from the config",
-        is_plain_text(entry.type for entry in config.datasets or []),
+        written_prompt(config.datasets or []),
     )
 
 
@@ -121,20 +122,20 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_of_run(folder))
 
 
-def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, bool]:
-    """For a model in a folder: options of the reward, arguments of the chat template, their origin, is_plain."""
+def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, Callable[[str], str] | None]:
+    """For a model in a folder: options of the reward, arguments of the chat template, their origin, `write`."""
     found = run_of_model(folder)
     if found is None:
         origin = f"defaults: {folder} has no run.json of its run. Give the config of the run to use its settings"
-        return {}, None, origin, False
+        return {}, None, origin, None
     path, config = found
     given, trl, names = config.get("ebft") or {}, config.get("trl") or {}, option_names(RewardOptions)
     with doing(f"reading the settings in {path}"):
         section = EBFTSection.model_validate({name: given[name] for name in names if name in given})
         template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
-        types = [entry.get("type") for entry in config.get("datasets") or ()]
+        entries = [DatasetEntry.model_validate(entry) for entry in config.get("datasets") or ()]
     reward = {name: getattr(section, name) for name in names}
-    return reward, template, f"from {path}", bool(types) and is_plain_text(types)
+    return reward, template, f"from {path}", written_prompt(entries)
 
 
 def _check_model(folder: Path) -> None:

@@ -183,18 +183,19 @@ class _Printed(TextStreamer):
 
 
 class Session:
-    """A conversation (`chats`) or completions, of a trained model, its base or both; rewards with a `scorer`."""
+    """A conversation, or completions of texts that `write` makes of prompts, of a trained model, its base or both;
+    rewards with a `scorer`."""
 
     def __init__(
         self,
         sampler: Sampler,
-        chats: bool,
+        write: Callable[[str], str] | None,
         base: bool = False,
         compare: bool = False,
         scorer: Scorer | None = None,
         reference: str | None = None,
     ) -> None:
-        self._sampler, self._chats, self.base = sampler, chats, base
+        self._sampler, self._write, self.base = sampler, write, base
         self._compares, self._scorer, self._reference = compare, scorer, reference
         self._console = safe_console()
         self._messages: dict[bool, list[Message]] = {False: [], True: []}
@@ -218,7 +219,7 @@ class Session:
 
     def run(self, read: Callable[[str], str] = input) -> None:
         """Read prompts and answer them until the end of input, /exit or Ctrl-C."""
-        kind = "chat" if self._chats else "completion"
+        kind = "chat" if self._write is None else "completion"
         say(f"{self._sampler.loaded.name}: {kind}. /help shows the commands; Ctrl-D ends the session.")
         while True:
             try:
@@ -246,12 +247,12 @@ class Session:
                     say(error, err=True)
 
     def _prompt(self, text: str, base: bool) -> str | list[Message]:
-        return [*self._messages[base], {"role": "user", "content": text}] if self._chats else text
+        return [*self._messages[base], {"role": "user", "content": text}] if self._write is None else self._write(text)
 
     def _reply(self, text: str, base: bool, streamer: TextStreamer | None = None) -> str:
         prompt = self._prompt(text, base)
         reply = self._sampler.text(self._sampler.reply_ids(prompt, base, streamer=streamer)[0])
-        if self._chats:
+        if self._write is None:
             self._messages[base] = [*prompt, {"role": "assistant", "content": reply}]
         return reply
 
