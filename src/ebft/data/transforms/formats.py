@@ -109,7 +109,7 @@ FORMATS = {
         for function, prompts in _QUESTIONS.items()
     },
 }
-_MAPPING = "Use another type, or name the columns in type: {field_prompt: ..., field_chosen: ..., field_rejected: ...}."
+_MAPPING = "Use another type, or name columns in type: {field_prompt: ..., field_chosen: ..., field_completion: ...}."
 _NAMES = "Name its columns with a mapping as type: {field_instruction: ..., field_input: ..., field_output: ...}."
 
 
