@@ -15,8 +15,6 @@ CONFIGS = [
     good("a fraction that holds out one document, and rows longer than the data",
          config={"val_set_size": 1e-9, "micro_batch_size": 10_000, "sequence_len": 10**6}),
     good("more workers than cores", config={"dataloader_num_workers": 99}),
-    good("settings of GPUs", config={"flash_attention": True, "tf32": True},
-         warns=("flash_attention_2 cannot be used", "tf32: true has no effect")),
 ]  # fmt: skip
 
 OLD = {"adapter": "lora", "lora_model_dir": "old", "output_dir": "old"}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedConfig
 
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError
 from ebft.models import load, pretrained
 from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import forward_flops
@@ -67,18 +67,6 @@ def test_attention_that_cannot_be_used(family, has_cuda, lacking, make_config, t
     with pytest.warns(UserWarning, match=message) as caught:
         model = load.load_model(make_config(base_model=base, flash_attention=True), tokenizer)
     assert len(caught) == 1 and model.config._attn_implementation == ("sdpa" if family == "llama" else "eager")
-
-
-def test_sequence_len_beyond_positions(make_config):
-    found = load.load_model_config(make_config())
-    for sequence_len, longest in ((128, None), (128, 128), (4096, 128)):
-        load.check_sequence_len(sequence_len, found, "the model", longest)
-    for sequence_len, longest, message in (
-        (4096, 129, r"exceeds the 128 positions of the model, and the longest text has 129 tokens"),
-        (129, None, r"sequence_len: 129 exceeds the 128 .*as many tokens may be in one document"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load.check_sequence_len(sequence_len, found, "the model", longest)
 
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
