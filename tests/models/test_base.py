@@ -17,6 +17,7 @@ from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import forward_flops
 from ebft.tools.export.adapter import BitsAndBytesRounding
 from ebft.transformers_internals import name_in_checkpoint, stored_names
+from tests.config.conftest import warned
 from tests.file_edits import as_mxfp4
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 from tests.strided.families import tiny_model
@@ -212,9 +213,8 @@ def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     special = {"pad_token": "<|end|>", "additional_special_tokens": keys.get("additional_special_tokens")}
     keys = {key: value for key, value in keys.items() if key != "additional_special_tokens"}
     config = make_config(special_tokens=special, **{**LORA, **keys})
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        load.load_model(config, pretrained.load_tokenizer(config))
-    found = [str(each.message) for each in caught if "initial values" in str(each.message)]
+    _, said = warned(load.load_model, config, pretrained.load_tokenizer(config))
+    found = [text for text in said if "initial values" in text]
     assert len(found) == (frozen is not None) and all(message.startswith(frozen) for message in found)
     assert all("such as <new> keep" in text and "to_save: [embed_tokens, lm_head]" in text for text in found)
 

@@ -1,7 +1,6 @@
 """The trainer as users meet it: training, logging, resuming, evaluating, and stopping on bad numbers."""
 
 import logging
-import warnings
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from ebft.data.documents import PackedRows
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import AsyncEBFTConfig, EBFTConfig
+from tests.config.conftest import warned
 from tests.strided.families import tiny_model
 from tests.strided.short_run import documents
 from tests.strided.test_exactness import checkpointing
@@ -295,11 +295,10 @@ def test_rows_without_room_for_a_block_are_dropped_and_counted(tmp_path):
     stream = Dataset.from_list([good, {"input_ids": [3] * 7}, good]).to_iterable_dataset()
     changes = {"per_device_train_batch_size": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     make(tmp_path, train=stream, **changes).train()  # the stream ends after two rows
-    for step, warned in ((1, 0), (3, 1)):
+    for step, count in ((1, 0), (3, 1)):
         trainer = make(tmp_path, train=stream, **{**changes, "max_steps": 4})
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert sum("a stream that had ended" in str(each.message) for each in caught) == warned
+        _, said = warned(trainer.train, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert sum("a stream that had ended" in text for text in said) == count
         assert trainer.state.global_step == 4
 
 
