@@ -112,6 +112,11 @@ def tiny_gguf(tiny_llama_dir, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def ebft():
     """`ebft("config", "--check", path)`: the command line in this process."""
     from typer.testing import CliRunner

@@ -13,12 +13,8 @@ BASE: dict[str, Any] = {"base_model": "model", "rl": "ebft", "ebft": {"mode": "s
                                                                       "n_samples_per_prompt": 2, "use_whitening": True},
                         "datasets": [{"path": "rows.jsonl", "type": "ebft_pretrain.transform"}], "sequence_len": 64,
                         "max_steps": 1, "learning_rate": 1e-4, "output_dir": "out", "save_strategy": "no"}  # fmt: skip
-GRPO = {"rl": "grpo", "ebft": None, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}],
-        "micro_batch_size": 2, "chat_template": "chatml",
-        "trl": {"num_generations": 2, "max_completion_length": 4, "reward_funcs": ["my_rewards.score"]}}  # fmt: skip
 TEXT = "def add(first, second):\n    return first + second\n\nprint(add(1, 2))\n"
 ROWS = [{"text": TEXT * 2}] * 4
-PAIRS = [{"input": f"Add {n} and {n}.", "output": f"The sum is {2 * n}."} for n in range(4)]
 
 
 @dataclass(frozen=True)

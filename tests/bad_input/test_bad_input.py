@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ebft.tools import cli, console
 from tests.bad_input import data_files, models, runs
-from tests.bad_input.cases import BASE, PAIRS, ROWS, bad, good
+from tests.bad_input.cases import BASE, ROWS, bad, good
 
 CASES = [*data_files.CASES, *models.CASES, *runs.CASES]
 LONGEST = 1500  # characters of an error
@@ -35,7 +35,7 @@ def prepare(case, folder, model):
     else:
         shutil.copytree(model, folder / "model")
         case.model(folder / "model")
-    for name, content in {"rows.jsonl": ROWS, "pairs.jsonl": PAIRS, "run.yaml": config_of(case), **case.files}.items():
+    for name, content in {"rows.jsonl": ROWS, "run.yaml": config_of(case), **case.files}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if callable(content):
@@ -72,8 +72,7 @@ def invoke(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         # The folder of an earlier case is not searched: the command adds its working directory itself.
         monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.startswith(str(tmp_path.parent))])
-        for name in ("own", "my_rewards"):
-            sys.modules.pop(name, None)
+        sys.modules.pop("own", None)
         runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "HOME": str(tmp_path)})
         with warnings.catch_warnings():
             console.show_warnings()

@@ -19,10 +19,10 @@ def dataset(**keys):
     return {"datasets": [{"path": "x", "type": "chat_template", **keys}]}
 
 
-def warned(make, **keys):
-    """A config and its warnings."""
+def warned(make, *args, **keys):
+    """A config, or what another call returns, and its warnings."""
     with warnings.catch_warnings(record=True, action="always") as caught:
-        return make(**keys), [str(warning.message) for warning in caught]
+        return make(*args, **keys), [str(warning.message) for warning in caught]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 
 import ebft
 from ebft.config.axolotl import IGNORED_KEYS
-from ebft.config.section import changed_keys
 from ebft.config.validation_errors import section_of
 from ebft.run.config.reference import option_groups
 from ebft.run.config.schema import GROUPS, RunConfig
@@ -58,10 +57,3 @@ def test_every_key_has_a_reader():
     fields = section_of(RunConfig.model_fields["datasets"].annotation).model_fields
     unread = fields.keys() - words - {"field_chosen", "field_rejected"}  # read by a table of names
     assert [name for name in unread if len(get_args(fields[name].annotation)) != 1] == []  # those accept one value
-
-
-def test_changed_keys_are_those_that_differ(make):
-    config = make(rl="ebft", ebft={"mode": "strided", "stride": 8, "top_p": 0.9}, seed=42, max_steps=4)
-    assert dict(changed_keys(config)) == {"rl": "ebft", "ebft.mode": "strided", "ebft.top_p": 0.9, "max_steps": 4,
-                                          "base_model": "some/model",
-                                          "datasets": [{"path": "some/data", "type": "completion"}]}  # fmt: skip

@@ -4,7 +4,6 @@ import copy
 import json
 import textwrap
 import uuid
-import warnings
 
 import pytest
 from datasets import Dataset
@@ -37,13 +36,6 @@ def tokenised(tokenizer, type, *rows, entry=None, **keys):
     """The rows of tokens that a transform makes of these rows."""
     config = config_of(type, entry, **keys)
     return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
-
-
-def warned(function, *args, **keys):
-    """The warnings of a call."""
-    with warnings.catch_warnings(record=True, action="always") as found:
-        function(*args, **keys)
-    return [str(warning.message) for warning in found]
 
 
 @pytest.fixture(scope="session")

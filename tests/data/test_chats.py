@@ -2,12 +2,13 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 
-from ebft.config.keys.data import DatasetEntry
 from ebft.data.messages import chat_of, tools_of
 from ebft.errors import told
+from tests.data import conftest
 from tests.data.conftest import assistant, user
 
 PLAIN = [user("Hi"), assistant("Hello")]
@@ -19,12 +20,10 @@ NAMES = {"role": "from", "content": "value", "name": "person"}
 TAGGED = [user("<think>x</think>Hi"), assistant("<think>hm</think>Hello")]
 
 
-def entry(**keys):
-    return DatasetEntry.model_validate({"path": "x", "type": "chat_template", **keys})
+entry = partial(conftest.entry, "x", type="chat_template")
 
 
 @pytest.mark.parametrize(("row", "keys", "expected"), [
-    ({"conversations": SHAREGPT}, {}, PLAIN),
     ({"conversations": SHAREGPT}, {"type": "sharegpt"}, PLAIN),
     ({"talk": SHAREGPT}, {"field_messages": "talk"}, PLAIN),
     ({"talk": {"turns": PLAIN}}, {"field_messages": "talk.turns"}, PLAIN),
@@ -65,9 +64,7 @@ SYSTEM = {"role": "system", "content": "Be brief"}
     (None, PLAIN, {"field_system": "rules"}, "Be fair"),
     (None, [SYSTEM, *PLAIN], {"field_system": "rules", "drop_system_message": True}, "Be fair"),
     (None, PLAIN, {"field_system": "empty", "system_prompt": "Be kind"}, "Be kind"),
-    ("Be exact", PLAIN, {}, "Be exact"),
     (" ", PLAIN, {}, None),
-    ("Be exact", [SYSTEM, *PLAIN], {}, "Be brief"),
     ("Be exact", PLAIN, {"drop_system_message": True}, None),
 ])  # fmt: skip
 def test_system_messages(column, chat, keys, system):

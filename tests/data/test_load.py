@@ -6,7 +6,6 @@ import pytest
 
 from ebft.data.load import load_token_rows
 from ebft.errors import DataError
-from tests.data.conftest import CHATML, assistant, user
 
 TEXT = "import argparse\n\nparser = argparse.ArgumentParser(description='Process some integers.')\n"
 PLAIN = {"rl": None, "ebft": None}
@@ -34,11 +33,7 @@ def test_text_rows_are_windows_that_lose_no_text(load, tokenizer):
     assert all(row["labels"] == row["input_ids"] and row["prompt_length"] == 0 for row in train)
 
 
-def test_chats_without_a_reply_are_dropped_and_counted(load, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
-    chats = ([user("Say hello."), assistant(TEXT)], [user("Say hello.")], None)
-    load([{"messages": chat} for chat in chats], "ebft_strided_chat.transform")
-    assert "dropped 1 without text, 1 without a reference" in capsys.readouterr().err
+def test_the_first_process_alone_says_what_was_dropped(load, capsys, monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     load([TEXT])

@@ -13,7 +13,8 @@ from datasets import Dataset, DatasetDict
 from ebft.data.sources import content_digest, read_source, source_fingerprint
 from ebft.data.stream import open_source
 from ebft.errors import DataError, told
-from tests.data.conftest import entry, warned
+from tests.config.conftest import warned
+from tests.data.conftest import entry
 
 packed = partial(gzip.compress, mtime=0)  # a time would be part of the names of cases, which processes compare
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
@@ -98,7 +99,7 @@ def test_only_empty_fields_of_a_csv_file_are_missing(write):
 
 def test_files_that_are_left_out_are_named(write):
     folder = write({"a.txt": "text", "the-test-of-time.txt": "", "dev.jsonl": LINES, "b.png": b"\x89"})
-    found = warned(lambda: texts(folder, split="train[:1]"))
+    _, found = warned(texts, folder, split="train[:1]")
     assert re.search(r"unknown format are skipped \(.png x1\). Set ds_type or data_files", found[0])
     assert "another split than train[:1]: the-test-of-time.txt (test). Name them" in found[1]
 

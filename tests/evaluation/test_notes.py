@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 
 import pytest
 
@@ -10,6 +9,7 @@ from ebft import evaluate, load_config
 from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import description, recorded
 from ebft.tools.evaluation.notes import TextIndex, row_texts
+from tests.config.conftest import warned
 
 
 def record_run(folder, path, **changes):
@@ -27,10 +27,9 @@ def notes(write_config, models, tmp_path, unmeasured):
 
     def of(*overrides, name="run"):
         config = load_config(write_config("strided"), list(overrides))
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            found = evaluate(config, [str(tmp_path / name)]).notes
-        assert all(note in [str(warning.message) for warning in caught] for note in found)
-        return found
+        found, said = warned(evaluate, config, [str(tmp_path / name)])
+        assert {*found.notes} <= {*said}
+        return found.notes
 
     return of
 

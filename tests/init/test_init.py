@@ -15,13 +15,11 @@ from ebft.run.config.schema import RunConfig, parse_yaml
 from ebft.run.trainer import training_arguments
 from ebft.tools.init.config import draft, method_named
 from ebft.tools.init.draft import _scalar
+from tests.structured.conftest import CHATML
 from tests.terminal import Terminal, ebft_command
 
 COUNT = 30
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TEMPLATE = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML
 ADD = "How much is {0} and {0}, if they are added?"
 SUM = "Together, {0} and {0} are twice as much as {0}, which is {1}."
 texts = lambda number: (ADD.format(number), SUM.format(number, 2 * number))

@@ -47,15 +47,12 @@ def test_a_grid_is_every_combination_and_a_list_names_them_and_names_are_unique_
 
 
 @pytest.fixture
-def run_file(tiny_llama_dir, tmp_path):
-    answer = "the answer is {}, which is a number that a reader of this row may check"
-    rows = [{"prompt": f"question {index}? ", "completion": answer.format(index * 7)} for index in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = [{"path": str(tmp_path / "rows.jsonl"), "type": "ebft_strided_structured.transform"}]
-    config = {"base_model": str(tiny_llama_dir), "datasets": data, "val_set_size": 3, "sequence_len": 64}
-    config |= {"max_steps": 2, "save_steps": 1, "torch_dtype": "float32", "evaluation": {"bootstrap": 0}}
-    (tmp_path / "run.yaml").write_text(json.dumps(config | {"output_dir": str(tmp_path / "out")}))
-    return tmp_path / "run.yaml"
+def run_file(run_file):
+    """Of SFT, with a checkpoint of each of two steps."""
+    config = {key: value for key, value in json.loads(run_file.read_text()).items() if key not in ("rl", "ebft", "trl")}
+    config |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "evaluation": {"bootstrap": 0}}
+    run_file.write_text(json.dumps(config))
+    return run_file
 
 
 @pytest.fixture

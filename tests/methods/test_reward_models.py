@@ -6,7 +6,6 @@ import pytest
 
 from ebft import RunConfig
 from ebft.errors import ConfigError
-from ebft.methods.method import selecting_keys
 from ebft.tools.evaluation.run import evaluate
 from tests.cli.conftest import plain
 from tests.config.conftest import warned
@@ -19,14 +18,6 @@ TYPES = {"reward_model": "bradley_terry.chat_template", "process_reward_model": 
 def config(flag=None, **keys) -> RunConfig:
     values = {"base_model": "none", "datasets": [{"path": "x", "type": TYPES.get(flag, "completion")}]}
     return RunConfig.from_dict({**values, "output_dir": "out", **({flag: True} if flag else {}), **keys})
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_selects_the_method(flag):
-    found = config(flag)
-    assert found.method.name == f"{flag}: true"
-    assert selecting_keys(found) == {"rl": None, **dict.fromkeys(FLAGS, False), flag: True}
-    assert config(**{flag: False}).method.name == "SFT (rl is not set)"
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedConfig
 
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError
 from ebft.models import load, pretrained
 from ebft.models.weights import unpacked_size
 from ebft.monitor.budget import forward_flops
 from ebft.tools.export.adapter import BitsAndBytesRounding
 from ebft.transformers_internals import name_in_checkpoint, stored_names
+from tests.config.conftest import warned
 from tests.file_edits import as_mxfp4
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 from tests.strided.families import tiny_model
@@ -67,18 +68,6 @@ def test_attention_that_cannot_be_used(family, has_cuda, lacking, make_config, t
     with pytest.warns(UserWarning, match=message) as caught:
         model = load.load_model(make_config(base_model=base, flash_attention=True), tokenizer)
     assert len(caught) == 1 and model.config._attn_implementation == ("sdpa" if family == "llama" else "eager")
-
-
-def test_sequence_len_beyond_positions(make_config):
-    found = load.load_model_config(make_config())
-    for sequence_len, longest in ((128, None), (128, 128), (4096, 128)):
-        load.check_sequence_len(sequence_len, found, "the model", longest)
-    for sequence_len, longest, message in (
-        (4096, 129, r"exceeds the 128 positions of the model, and the longest text has 129 tokens"),
-        (129, None, r"sequence_len: 129 exceeds the 128 .*as many tokens may be in one document"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load.check_sequence_len(sequence_len, found, "the model", longest)
 
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
@@ -224,9 +213,8 @@ def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     special = {"pad_token": "<|end|>", "additional_special_tokens": keys.get("additional_special_tokens")}
     keys = {key: value for key, value in keys.items() if key != "additional_special_tokens"}
     config = make_config(special_tokens=special, **{**LORA, **keys})
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        load.load_model(config, pretrained.load_tokenizer(config))
-    found = [str(each.message) for each in caught if "initial values" in str(each.message)]
+    _, said = warned(load.load_model, config, pretrained.load_tokenizer(config))
+    found = [text for text in said if "initial values" in text]
     assert len(found) == (frozen is not None) and all(message.startswith(frozen) for message in found)
     assert all("such as <new> keep" in text and "to_save: [embed_tokens, lm_head]" in text for text in found)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ebft import catalog, errors
+from ebft import errors
 from ebft.models.adapter import load_saved_adapter
 
 
@@ -23,15 +23,3 @@ def test_the_task_of_an_adapter(task, model, fits, tiny_llama_dir, tmp_path):
     message = "has no adapter_model.safetensors" if fits else "has another output layer"
     with pytest.raises(errors.ModelError, match=message):
         load_saved_adapter(model.from_pretrained(tiny_llama_dir), adapter(tmp_path, task_type=task))
-
-
-def test_the_output_layer_of_an_adapter(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{")
-    assert catalog.adapted_head(str(tmp_path)) is None
-    for settings, found in (
-        ({"target_modules": ["q_proj"]}, None),
-        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, None),
-        ({"target_modules": ".*", "exclude_modules": ["lm_head", "embed_out"]}, None),
-    ):
-        assert catalog.adapted_head(adapter(tmp_path, **settings)) == found

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError
 from ebft.methods.sft import check_kernels
 from ebft.run.checks import check_machine
 from ebft.run.trainer import training_kwargs
@@ -25,8 +25,6 @@ def test_only_the_kernels_that_are_asked_for_reach_transformers():
     assert "use_liger_kernel" not in training_kwargs(config, CPU, rows=4, has_eval=False)
     with pytest.warns(UserWarning, match="liger_rms_norm, liger_glu_activation: no effect on CPU"):
         check_machine(config, CPU)
-    with pytest.raises(ConfigError, match="liger_rope requires the package liger-kernel: pip install liger-kernel"):
-        check_machine(config_with(liger_rope=True), GPU)
     with pytest.warns(UserWarning, match="liger_rope has no effect: .* does not read it"):
         config_with(rl="ebft", ebft={"mode": "strided"}, liger_rope=True)
 

@@ -12,7 +12,6 @@ from ebft.monitor.budget import FlopMeter
 from ebft.transformers_internals import checkpointing_argument
 from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
-from tests.strided.test_exactness import with_lora
 from tests.strided.test_trainer import make as make_strided
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import logged
@@ -43,7 +42,7 @@ def check(trainer, rel=1e-3):
 @pytest.mark.parametrize("checkpointing", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain(tmp_path, adapted, checkpointing, monkeypatch):
     monkeypatch.setattr("ebft.sft.trainer.check_chunks", lambda *args: None)  # runs before training
-    model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
+    model = lora(tiny_model("llama")) if adapted else tiny_model("llama")
     name = checkpointing_argument()
     given = {} if checkpointing is None else {f"{name}_kwargs": {"use_reentrant": checkpointing}}
     if adapted and checkpointing:
@@ -59,7 +58,7 @@ STRIDED = [SINGLE | {"single_pass": False}, {**SINGLE, "feature_layers": [0.25]}
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("options", [*STRIDED, {"gradient_checkpointing": True}], ids=str)
 def test_strided(tmp_path, adapted, options):
-    model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
+    model = lora(tiny_model("llama")) if adapted else tiny_model("llama")
     check(make_strided(tmp_path, model, max_steps=2, **options))
 
 

@@ -25,11 +25,6 @@ def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 def test_the_description_of_a_run(run_file, out):
     before = time.time()
     result = train(quietly(run_file, ["max_steps=2", "eval_steps=1"]))

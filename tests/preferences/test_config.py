@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, ModelError
 from ebft.models.pretrained import load_tokenizer
 from ebft.run import checks, trainer, training
 from ebft.tools.doctor.rows import longest_rows, row_lengths
@@ -81,8 +81,11 @@ def test_reference_values_are_computed_by_one_process(tmp_path):
 def test_adapters_of_the_output_layer_are_refused_before_a_model_is_loaded(method, tmp_path):
     settings = {"task_type": "CAUSAL_LM", "target_modules": ".*(proj|head)"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    config = config_of(method, tmp_path, base_model="does/not-exist", lora_model_dir=str(tmp_path))
+    config = config_of(method, tmp_path, base_model="./not-there", lora_model_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=f"lora_model_dir: .* adapts lm_head, whose weight rl: {method} uses"):
+        training.train(config)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "exclude_modules": ["lm_head"]}))
+    with pytest.raises(ModelError, match="base_model: the local path './not-there' does not exist"):
         training.train(config)
 
 

@@ -4,15 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.golden.runs import is_of_the_machine
 from tests.preferences.runs import pairs, trained, write_inputs
 from tests.preferences.test_losses import completions
-
-
-def logged(result):
-    """What a run logged, without times."""
-    return [{name: value for name, value in entry.items() if not is_of_the_machine(name)}
-            for entry in result.trainer.state.log_history]  # fmt: skip
 
 
 def weights(folder):

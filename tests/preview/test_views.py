@@ -151,17 +151,6 @@ def test_a_conversation_in_structured_mode(tokenizer):
     ]
 
 
-def test_labels_are_those_of_the_trainers(tokenizer):
-    """The masks that `Documents` and `labelled_reference` give, for a longer row."""
-    from ebft.data.documents import DocumentCollator
-    from ebft.strided.layout import Documents
-
-    given = row(tokenizer, "a prompt", " and its completion", masked=[12, 13])
-    [part] = strided_view(tokenizer)(given).parts
-    mask = Documents.from_inputs(DocumentCollator(0)([given])).ce_mask
-    assert [token.label != -100 for token in part.tokens] == mask.tolist()
-
-
 def test_texts_are_printable_and_keep_spaces(tokenizer):
     texts = views.TokenTexts(tokenizer)
     assert texts.texts(ids(tokenizer, "a b\n")) == ["a", " ", "b", "\\n"]
@@ -179,7 +168,7 @@ def test_chosen_and_rejected_and_a_completion_with_its_label(tokenizer):
     view = views.PreferenceView(tokenizer)({**ids, "rejected_ids": tokenizer("no<|im_end|>")["input_ids"]})
     assert [part.title for part in view.parts] == ["chosen", "rejected"] and view.columns == []
     assert [scored(part) for part in view.parts] == ["Hi[y][o]", "Hi[n][o][<|im_end|>]"]
-    chosen, rejected = [[(run.role, part.text(run)) for run in part.roles] for part in view.parts]
+    chosen, rejected = map(roles, view.parts)
     assert chosen == [("prompt", "Hi"), ("completion", "yo")]
     assert rejected == [("prompt", "Hi"), ("completion", "no"), ("end of turn", "<|im_end|>")]
     assert view.parts[1].facts == [("prompt", "2 tokens"), ("scored", "3 of 5 tokens")]

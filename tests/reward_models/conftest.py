@@ -1,4 +1,4 @@
-"""A tiny chat model, pairs of replies and rows of steps with different lengths, and configs that train on them."""
+"""A tiny chat model, and configs that train on pairs of replies and on rows of steps, of different lengths."""
 
 import json
 import warnings
@@ -8,16 +8,11 @@ import pytest
 
 from ebft import load_config
 from ebft.run.config.schema import RunConfig
+from tests.golden.runs import comparisons, steps
 from tests.structured.conftest import save_chat_model
 
-LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
-PAIRS = [{**({"system": "Be brief."} if number % 3 == 0 else {"system": None}),
-          "input": f"Say {'very ' * (number % 4)}well {number}", "chosen": "yes" + " yes" * (number % 5),
-          "rejected": "no" * (1 + number % 3)} for number in range(12)]  # fmt: skip
-STEPS = [{"prompt": f"Add {number} and {number}",
-          "completions": [f"step {step}" + " more" * (number % 3) for step in range(1 + number % 4)],
-          "labels": [step % 2 == 0 for step in range(1 + number % 4)]} for number in range(12)]  # fmt: skip
+PAIRS, STEPS = comparisons()[:12], steps()[:12]
 KINDS = {"outcome": ({"reward_model": True}, PAIRS, "bradley_terry.chat_template"),
          "process": ({"process_reward_model": True}, STEPS, "stepwise_supervised")}  # fmt: skip
 

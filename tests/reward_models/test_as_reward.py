@@ -12,7 +12,8 @@ from trl import GRPOTrainer
 from ebft import RunConfig, errors, files, load_config, structured, train
 from ebft.run.checks import check_runnable
 from ebft.structured.reward import load_reward_model
-from tests.reward_models.conftest import LORA, config_of
+from tests.golden.runs import LORA
+from tests.reward_models.conftest import config_of
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ebft import train
-from tests.reward_models.conftest import KINDS, LORA, PAIRS
+from tests.golden.runs import LORA
+from tests.reward_models.conftest import KINDS, PAIRS
 
 SAVED = {"outcome": AutoModelForSequenceClassification, "process": AutoModelForTokenClassification}
 

@@ -37,11 +37,6 @@ def unbroken(inputs, tmp_path_factory):
     return of
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """Twelve rows of source code in a JSON Lines file."""

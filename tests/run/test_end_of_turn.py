@@ -1,7 +1,6 @@
 """The end of turn of trained chats in the generation config of the saved model."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from ebft import RunConfig, train
 from ebft.models import load, pretrained
 from ebft.run import output, training
 from ebft.tools.export.merge import MergeSource, merge_adapter
+from tests.config.conftest import warned
 from tests.golden.runs import LORA
 from tests.structured.conftest import chat_model, make_chat_tokenizer
 
@@ -44,9 +44,8 @@ def make(tmp_path, out, monkeypatch):
 
 def told(act):
     """What a call returns, and its warnings about the end of turn."""
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        found = act()
-    return found, [str(each.message) for each in caught if "special_tokens.eos_token" in str(each.message)]
+    found, said = warned(act)
+    return found, [text for text in said if "special_tokens.eos_token" in text]
 
 
 def declared(config):

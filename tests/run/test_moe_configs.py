@@ -9,13 +9,11 @@ from transformers import AutoTokenizer
 from ebft import load_config, train
 from tests.models.multimodal import save_multimodal
 from tests.strided.families import tiny_model
+from tests.structured.conftest import CHATML
 
 CONFIGS = Path(__file__).parents[1] / "config" / "configs" / "moe"
 FAMILIES = {"gemma4": "gemma4", "nemotron": "nemotron_h", "qwen35": "qwen3_5_moe_text"}
-TEMPLATE = (
-    "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
-)
+TEMPLATE = CHATML.replace("<|im_start|>", "<|begin|>").replace("<|im_end|>", "<|end|>")
 
 
 @pytest.mark.slow

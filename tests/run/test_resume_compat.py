@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from ebft.methods.method import foreign_keys
 from ebft.run import resume_compat as compat
 from ebft.run.config.schema import RunConfig
 from ebft.run.resume_compat import NOT_COMPARED, optimizer_keys, run_record, warn_of_changes, write_run_keys
+from tests.config.conftest import warned
 from tests.run.crash import config_of
 from tests.run.prepared.test_key import changed
 
@@ -72,8 +72,7 @@ KEYS |= {"trl": {"num_generations": 2, "reward_funcs": ["own_rewards.score", "./
 
 
 def record(changes, processes=1):
-    with warnings.catch_warnings(action="ignore"):
-        config = RunConfig.from_dict({**KEYS, **changes, "output_dir": "out"})
+    config, _ = warned(RunConfig.from_dict, {**KEYS, **changes, "output_dir": "out"})
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_config or config.base_model)
     if config.chat_template:
         tokenizer.chat_template = Path(config.chat_template).read_text()
@@ -92,9 +91,8 @@ def lines(inputs):
         write_run_keys(config, checkpoint, before | optimizer_keys(config, None))
         act(inputs)
         config, now = record(changes, processes)
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            warn_of_changes(config, now, checkpoint, is_finished)
-        return [str(warning.message).replace(f" ({checkpoint})", "") for warning in caught]
+        _, said = warned(warn_of_changes, config, now, checkpoint, is_finished)
+        return [text.replace(f" ({checkpoint})", "") for text in said]
 
     return of
 

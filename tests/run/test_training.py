@@ -40,8 +40,7 @@ def test_the_best_model_of_a_strided_run_is_the_one_with_the_lowest_cfm_loss(mak
     assert len(measured) == 2 and result.trainer.state.best_metric == min(measured)
     assert (out / "adapter_model.safetensors").is_file() and (out / "tokenizer.json").is_file()
     assert {"loss", "ebft/alignment", "eval_cfm_loss"} <= set(result.metrics)
-    card = (out / "README.md").read_text()
-    assert "strided mode" in card and "| `ebft.n_samples_per_prompt` | `2` |" in card and "2603.12248" in card
+    assert "strided mode" in (out / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -112,21 +111,13 @@ SAMPLED = [*(f"trl.{key}" for key in SAMPLED), "vllm="]
 # The teacher reads the reference too, and the tiny model has 128 positions.
 SELF_DISTILLED = ["sdft.teacher_prompt_template=Like {privileged_context} {prompt}", "trl.max_completion_length=6"]
 SMALL = ["sequence_len=48", "max_steps=2", "evals_per_epoch=", "eval_steps=2", "gradient_accumulation_steps=1"]
-SHORT = ("stride=2", "context_length=4", "generate_max_len=4", "embed_method=mean_pooling")
-# Another task of the paper, as the comments of paper_full.yaml give it.
-TASKS = {"raw code": ["datasets.0.type=ebft_pretrain.transform", *(f"ebft.{key}" for key in SHORT)]}
-PAPER = next(path for path in EXAMPLES if path.stem == "paper_full")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "overrides"),
-    [pytest.param(path, [], id=path.stem) for path in EXAMPLES]
-    + [pytest.param(PAPER, overrides, id=task) for task, overrides in TASKS.items()],
-)
-def test_an_example_trains(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_trains(path, tiny_llama_dir, text, tmp_path, monkeypatch):
     """For two steps on a tiny model and rows like its data."""
-    is_structured = path.stem.startswith(("structured", "grpo", "gdpo", "sdft"))
+    overrides, is_structured = [], path.stem.startswith(("structured", "grpo", "gdpo", "sdft"))
     if is_structured or path.stem in ROWS:
         text = tmp_path / "rows.jsonl"
         text.write_text("\n".join([json.dumps(ROWS.get(path.stem, PAIR))] * 8))

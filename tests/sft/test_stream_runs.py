@@ -17,17 +17,14 @@ from ebft.errors import ConfigError
 from ebft.models.pretrained import load_tokenizer
 from ebft.run.callbacks import TrainingInterrupted
 from ebft.sft.trainer import StreamTrainer
-
-TIMING = ("runtime", "per_second", "tokens_per", "seconds", "memory")
+from tests.golden.runs import is_of_the_machine
 
 
 def finished(config):
     """What a run ends with: its weights, the numbers that it logged, and where it was in the stream."""
     result = train(config)
-    logs = [
-        {name: value for name, value in entry.items() if not any(part in name for part in TIMING)}
-        for entry in result.trainer.state.log_history
-    ]
+    history = result.trainer.state.log_history
+    logs = [{name: value for name, value in entry.items() if not is_of_the_machine(name)} for entry in history]
     weights = {name: parameter.detach().clone() for name, parameter in result.model.named_parameters()}
     stream, folder = result.trainer.state.stateful_callbacks["Stream"], Path(config.output_dir)
     return SimpleNamespace(weights=weights, logs=logs, folder=folder, trainer=result.trainer, stream=stream)

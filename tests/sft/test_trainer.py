@@ -8,14 +8,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.models.activation_offloading import OffloadActivations
 
-from ebft.data.documents import DocumentCollator
 from ebft.errors import ModelError
 from ebft.prefix import logps
 from ebft.sft.cross_entropy import weighted_cross_entropy
-from ebft.sft.trainer import SFTTrainer
+from tests.monitor.sft_run import plain_trainer
 
 SHAPE = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -35,12 +34,8 @@ def rows(count):
     return found
 
 
-def sft_trainer(folder, model, settings=None, **given):
-    args = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
-    args |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "prediction_loss_only": True, **(settings or {})}
-    given = {"train_dataset": rows(12), "eval_dataset": rows(5), **given}
-    collator = DocumentCollator(0, with_prompt_length=False)
-    return SFTTrainer(model, TrainingArguments(str(folder), **args), collator, **given)
+def sft_trainer(folder, model, settings=None, train_dataset=None, eval_dataset=None, **given):
+    return plain_trainer(folder, model, train_dataset or rows(12), eval_dataset or rows(5), given, **settings or {})
 
 
 def logged(folder, chunked, dtype=torch.float32, **changes):

@@ -7,7 +7,8 @@ import torch
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.tools.cli.training import leave_process_group
 from tests.strided.families import VOCAB, tiny_model
-from tests.strided.test_exactness import ENDS, with_lora
+from tests.strided.test_exactness import ENDS
+from tests.structured.conftest import lora
 
 
 def documents(count=24):
@@ -27,7 +28,7 @@ def main(path, *options):
     model = tiny_model("llama").double()  # in float32, Adam turns other roundings into other steps
     model.generation_config.eos_token_id = ENDS
     if given.pop("lora", "0") == "1":
-        model = with_lora(model)
+        model = lora(model)
     settings = {"stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "ce_coef": 0.2}
     settings |= {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1, "lr_scheduler_type": "constant"}
     settings |= {"seed": 11, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": []}

@@ -16,6 +16,7 @@ from ebft.prefix.attention import passes, tiles
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, VOCAB, lora_targets, tiny_model
 from tests.strided.oracle import options_of, oracle_step
+from tests.structured.conftest import lora
 
 BASE = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "min_completion_prefix": 2}
 BASE |= {"temperature": 0.7, "feature_layers": [0.0, 0.5, 0.75], "ce_coef": 0.3, "use_whitening": False}
@@ -65,16 +66,6 @@ def chat_batch(seed=0):
     inputs["prompt_length"] = torch.tensor(prompts)
     inputs["turn_spans"] = torch.tensor([own + [(0, 0)] * (3 - len(own)) for own in turns])
     return inputs, rows
-
-
-def with_lora(model, seed=1, target_modules="all-linear"):
-    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=target_modules, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.1, generator=generator)
-    return model
 
 
 def switched_by_flags(model):
@@ -174,7 +165,7 @@ def compare_gradients(model, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *RUNNING_STATE, *COUNTS_PADDING])
 def test_family_with_lora(family, tmp_path):
-    exact(tmp_path, with_lora(tiny_model(family), target_modules=lora_targets(family)), unequal_batch())
+    exact(tmp_path, lora(tiny_model(family), target_modules=lora_targets(family)), unequal_batch())
 
 
 @pytest.mark.first(3)
@@ -195,7 +186,7 @@ def test_adjacent_blocks_of_running_states_are_refused(tmp_path):
 @pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_attention_outside_the_interface_is_recomputed(family, use_reentrant, tmp_path):
     """Layers that receive the pass with their mask: in backward too, after the call of the model has returned."""
-    model = with_lora(tiny_model(family), target_modules=lora_targets(family))
+    model = lora(tiny_model(family), target_modules=lora_targets(family))
     exact(tmp_path, model, unequal_batch(4), **checkpointing(use_reentrant))
 
 
@@ -258,7 +249,7 @@ BOTH = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)
 @pytest.mark.parametrize(("name", "adapter"), slow_unless(lambda name, adapter: adapter == (name not in FULL), BOTH))
 def test_option(name, adapter, tmp_path):
     model = tiny_model("llama", seed=5)
-    exact(tmp_path, with_lora(model) if adapter else model, unequal_batch(2), **OPTIONS[name])
+    exact(tmp_path, lora(model) if adapter else model, unequal_batch(2), **OPTIONS[name])
 
 
 TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in a pass", "five blocks in a pass",
@@ -269,7 +260,7 @@ FAST_TURNS = ("concat", "five blocks in a pass", "stride one")
 @pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("name",), slow_unless(FAST_TURNS.__contains__, [(name,) for name in TURNS_OF]))
 def test_turns(name, tmp_path):
-    exact(tmp_path, with_lora(tiny_model("llama", seed=5)), chat_batch(2), **{**TURNS, **OPTIONS[name]})
+    exact(tmp_path, lora(tiny_model("llama", seed=5)), chat_batch(2), **{**TURNS, **OPTIONS[name]})
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
@@ -292,7 +283,7 @@ def test_rollouts_that_begin_with_the_same_tokens(name, family, adapter, tmp_pat
     """At a low temperature many do. The oracle computes every rollout by itself."""
     model = tiny_model(family, seed=5)
     changes = {**OPTIONS[name], "temperature": 0.2, "n_samples_per_prompt": 5, "generate_max_len": 5}
-    out = exact(tmp_path, with_lora(model) if adapter else model, unequal_batch(2), **changes)
+    out = exact(tmp_path, lora(model) if adapter else model, unequal_batch(2), **changes)
     assert distinct_beginnings(out, 5) < 0.9 * int(out.block_mask.sum()) * 5 * 5
 
 
@@ -360,5 +351,5 @@ def test_branches_of_accelerators(family, adapter, rows, at_once, tmp_path, monk
     monkeypatch.setitem(passes._ROWS_PER_TILE, "cpu", rows)
     [monkeypatch.setitem(limits, "cpu", at_once) for limits in (tiles.MOST_SCORES, passes.MOST_PADDING)]
     model = tiny_model(family, seed=5)
-    model = with_lora(model, target_modules=lora_targets(family)) if adapter else model
+    model = lora(model, target_modules=lora_targets(family)) if adapter else model
     exact(tmp_path, model, unequal_batch(2), **ON_ACCELERATORS)

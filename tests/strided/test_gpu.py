@@ -15,7 +15,8 @@ from ebft.prefix.attention import passes, tiles
 from tests.golden.runs import write_inputs
 from tests.strided.families import tiny_model
 from tests.strided.oracle import options_of, oracle_step
-from tests.strided.test_exactness import BASE, ENDS, compare, unequal_batch, with_lora
+from tests.strided.test_exactness import BASE, ENDS, compare, unequal_batch
+from tests.structured.conftest import lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # The ways to a gradient: tiles in a second forward, tiles in the pass that sampled, the compiled kernel, CUDA graphs.
@@ -36,7 +37,7 @@ def on_gpu(tmp_path, model, way="tiles"):
 
 @MATRIX("llama", "gemma2", "gpt_oss", "qwen3")
 def test_float32(family, way, tmp_path):
-    model = with_lora(tiny_model(family, head_dim=16)).cuda()  # the compiled kernel takes no smaller heads
+    model = lora(tiny_model(family, head_dim=16)).cuda()  # the compiled kernel takes no smaller heads
     plain = copy.deepcopy(model)
     trainer, inputs, rows = on_gpu(tmp_path, model, way)
     compare(trainer, plain, inputs, rows)

@@ -13,6 +13,7 @@ from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided import families, oracle, short_run, test_exactness
+from tests.structured import conftest
 
 OPTIONS = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3,
            "min_completion_prefix": 1, "end_ids": tuple(test_exactness.ENDS), "max_length": None}  # fmt: skip
@@ -33,7 +34,7 @@ def metrics_of(model, rows, batch_size, seed=2, tokens_per_pass=None):
 
 @pytest.mark.parametrize("rows", [ROWS, CHATS + ROWS[:1]], ids=["texts", "chats"])
 def test_every_metric_by_the_oracle(rows):
-    model = test_exactness.with_lora(families.tiny_model("llama"))
+    model = conftest.lora(families.tiny_model("llama"))
     plain = copy.deepcopy(model).eval()
     found = metrics_of(model, rows, 2)
     o = SimpleNamespace(feature_layers=LAYERS, embed_method="last_token", ends=test_exactness.ENDS, **OPTIONS)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.strided.test_exactness import exact, with_lora
+from tests.strided.test_exactness import exact
+from tests.structured.conftest import lora
 
 pytestmark = pytest.mark.slow
 TRAINED_IN_FULL = ("model.embed_tokens.", "model.layers.0.", "model.layers.17.", "model.norm.")  # the head is tied
@@ -45,7 +46,7 @@ def batch(smollm2_dir):
 
 
 def test_with_lora_and_whitening(model, batch, tmp_path):
-    out = exact(tmp_path, with_lora(model), batch, **OPTIONS, use_whitening=True)
+    out = exact(tmp_path, lora(model), batch, **OPTIONS, use_whitening=True)
     assert out.block_mask.sum(1).tolist() == [3, 3, 1]
 
 

@@ -1,7 +1,6 @@
 """The trainer as users meet it: training, logging, resuming, evaluating, and stopping on bad numbers."""
 
 import logging
-import warnings
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ from ebft.data.documents import PackedRows
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import AsyncEBFTConfig, EBFTConfig
+from tests.config.conftest import warned
 from tests.strided.families import tiny_model
 from tests.strided.short_run import documents
-from tests.strided.test_exactness import checkpointing, with_lora
-from tests.structured.conftest import chat_model, make_chat_tokenizer
+from tests.strided.test_exactness import checkpointing
+from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_parity_check")
 GUIDE_METRICS = {
@@ -34,7 +34,7 @@ def make(tmp_path, model=None, train=None, evaluation=None, **changes):
     given = {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
     given |= {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, **changes}
     args = StridedEBFTConfig(output_dir=str(tmp_path), **given)
-    model = model if model is not None else with_lora(tiny_model("llama"))
+    model = model if model is not None else lora(tiny_model("llama"))
     train = train if train is not None else ROWS
     return StridedEBFTTrainer(model=model, args=args, train_dataset=train, eval_dataset=evaluation)
 
@@ -47,7 +47,7 @@ def test_names_of_options_and_arguments_of_axolotl(tmp_path):
     common = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}
     args = StridedEBFTConfig(ebft_stride=5, ebft_generate_max_len=2, **common)
     assert args.stride == 5 and args.generate_max_len == 2
-    assert StridedEBFTTrainer(with_lora(tiny_model("llama")), args, ROWS).train_dataset.num_rows == len(ROWS)
+    assert StridedEBFTTrainer(lora(tiny_model("llama")), args, ROWS).train_dataset.num_rows == len(ROWS)
     assert EBFTConfig(ebft_ce_coef=0.5, **common).ce_coef == AsyncEBFTConfig(ebft_ce_coef=0.5, **common).ce_coef == 0.5
     with pytest.raises(ConfigError, match="stride and ebft_stride are two names of the same option"):
         StridedEBFTConfig(ebft_stride=5, stride=8, **common)
@@ -76,8 +76,10 @@ def test_rows_of_text_are_tokenised_as_in_a_config(tmp_path):
         assert trainer.train().global_step == 1
     for part in (chat_model(tokenizer), tokenizer):
         part.save_pretrained(tmp_path / "named")
-    named = StridedEBFTTrainer(str(tmp_path / "named"), args, Dataset.from_list([row]))
+    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    named = StridedEBFTTrainer(str(tmp_path / "named"), args, Dataset.from_list([row]), peft_config=adapter)
     assert named.train_dataset[0] == found and named.processing_class.vocab == tokenizer.vocab
+    assert named.train().global_step == 1 and named.feature_network.shares_weights
     with pytest.raises(DataError, match="eval_dataset has the columns answer. Rows need input_ids or"):
         trainer.evaluate({"a": Dataset.from_list([{"answer": words}])})
 
@@ -86,7 +88,7 @@ def test_a_run_logs_evaluates_and_saves(tmp_path):
     """Every metric of the guide, evaluations that can be repeated and of two sets, and an adapter for plain PEFT."""
     base = tiny_model("llama")
     base.save_pretrained(tmp_path / "base")
-    model = with_lora(type(base).from_pretrained(tmp_path / "base"))
+    model = lora(type(base).from_pretrained(tmp_path / "base"))
     trainer = make(tmp_path / "run", model, evaluation=HELD_OUT, eval_strategy="steps", eval_steps=1, max_steps=2)
     trainer.train()
     assert len(logged(trainer)) == 2
@@ -237,15 +239,6 @@ def test_calls_that_are_refused(tmp_path):
         StridedEBFTTrainer(in_parts, trainer.args)
 
 
-def test_model_by_name_with_a_new_adapter(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    args = StridedEBFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], max_steps=1)
-    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = StridedEBFTTrainer(str(tmp_path / "base"), args, peft_config=adapter, train_dataset=documents())
-    trainer.train()
-    assert trainer.feature_network.shares_weights
-
-
 @pytest.mark.parametrize("single_pass", [True, False])
 def test_mixed_precision_samples_as_it_trains(single_pass, tmp_path):
     """Also in a direct call: the model is only prepared for mixed precision by train()."""
@@ -302,11 +295,10 @@ def test_rows_without_room_for_a_block_are_dropped_and_counted(tmp_path):
     stream = Dataset.from_list([good, {"input_ids": [3] * 7}, good]).to_iterable_dataset()
     changes = {"per_device_train_batch_size": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     make(tmp_path, train=stream, **changes).train()  # the stream ends after two rows
-    for step, warned in ((1, 0), (3, 1)):
+    for step, count in ((1, 0), (3, 1)):
         trainer = make(tmp_path, train=stream, **{**changes, "max_steps": 4})
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert sum("a stream that had ended" in str(each.message) for each in caught) == warned
+        _, said = warned(trainer.train, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert sum("a stream that had ended" in text for text in said) == count
         assert trainer.state.global_step == 4
 
 
@@ -355,7 +347,7 @@ class Averaging(torch.optim.SGD):
 
 
 def test_schedule_free_optimizers_save_and_evaluate_their_result(tmp_path):
-    model = with_lora(tiny_model("llama"))
+    model = lora(tiny_model("llama"))
     name, weight = next(each for each in model.named_parameters() if "lora_B" in each[0])
     wanted, seen = weight.detach() + 1, []
     trainer = make(tmp_path, model, evaluation=HELD_OUT, save_strategy="steps", save_steps=2, max_steps=2)
@@ -396,7 +388,7 @@ def test_gradient_norms_of_terms_are_those_of_runs_on_one_term(adapter, single_p
     options = {"grad_norms_every": 1, "gradient_accumulation_steps": 2, "max_steps": 1, "max_grad_norm": 1e-3}
     first = {}
     for absent in (None, "rl", "ce"):
-        model = with_lora(tiny_model("llama")) if adapter else tiny_model("llama")
+        model = lora(tiny_model("llama")) if adapter else tiny_model("llama")
         terms = {**TERMS, f"{absent}_coef": 0.0} if absent else TERMS
         trainer = make(tmp_path, model, single_pass=single_pass, **terms, **options)
         trainer.train()
@@ -415,7 +407,7 @@ def test_training_is_the_same_with_and_without_norms_of_terms(options, tmp_path)
     """Equal parameters to the last bit, equal budgets, and no norms in steps without them."""
     runs = {}
     for every in (0, 2):
-        model = with_lora(tiny_model("llama"))
+        model = lora(tiny_model("llama"))
         trainer = make(tmp_path / str(every), model, grad_norms_every=every, **TERMS, **options)
         trainer.train()
         runs[every] = dict(model.named_parameters()), logged(trainer)

@@ -13,7 +13,7 @@ from ebft.prefix.forward import prepare
 from ebft.structured import RolloutGRPOTrainer, scoring, trl
 from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, VOCAB, lora_targets, tiny_model
 from tests.strided.test_cost import count_tokens
-from tests.strided.test_exactness import compare_gradients, with_lora
+from tests.strided.test_exactness import compare_gradients
 from tests.structured import conftest, oracle, trainers
 
 TEMPERATURE = 0.7
@@ -73,7 +73,7 @@ def compare(model, batch, entropy_gradient):
 ])  # fmt: skip
 def test_one_pass_is_as_one_for_each_sequence(family, adapter):
     model = tiny_model(family)
-    model = with_lora(model, target_modules=lora_targets(family)) if adapter else model
+    model = conftest.lora(model, target_modules=lora_targets(family)) if adapter else model
     compare(model, prompts(), entropy_gradient=not adapter)
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from ebft.data.preferences import load_preference_rows
 from ebft.errors import DataError
-from tests.data.conftest import assistant, user, warned
+from tests.config.conftest import warned
+from tests.data.conftest import assistant, user
 from tests.data.space_tokenizers import space_tokenizer
 from tests.preferences.runs import config_of
 from tests.structured.conftest import make_chat_tokenizer
@@ -92,7 +93,7 @@ def test_rows_that_cannot_be_used(load, row, method, template, message):
 def test_markers_of_a_text_format_that_are_split_give_one_warning(load):
     def markers(types, tokenizer):
         rows = [{"question": "b", "prompt": "b", "chosen": "c", "rejected": "Hi"}]
-        found = warned(load, rows, type=types, tokenizer=tokenizer)
+        _, found = warned(load, rows, type=types, tokenizer=tokenizer)
         return [message for message in found if "the vocabulary lacks" in message]
 
     without = space_tokenizer("never")
