@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderHook
-from rich.measure import Measurement
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 BROKEN_PIPE = 128 + 13  # as shells report a command that SIGPIPE ended
@@ -68,9 +67,7 @@ def say(text: object = "", err: bool = False) -> None:
 
 def safe_console(**options: Any) -> Console:
     """A console of rich that prints control characters in texts as visible symbols; its styles are unchanged."""
-    made = Console(**options)
-    made.push_render_hook(_Printable())
-    return made
+    return _SafeConsole(**options)
 
 
 def print_table(table: RenderableType) -> None:
@@ -79,21 +76,10 @@ def print_table(table: RenderableType) -> None:
     safe_console(soft_wrap=False, width=width).print(table)
 
 
-class _Printable(RenderHook):
-    def process_renderables(self, renderables: list[RenderableType]) -> list[RenderableType]:
-        return [_Filtered(renderable) for renderable in renderables]
-
-
-class _Filtered:
-    def __init__(self, renderable: RenderableType) -> None:
-        self._renderable = renderable
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for segment in console.render(self._renderable, options):
+class _SafeConsole(Console):
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._renderable)
 
 
 class OutputError(BaseException):

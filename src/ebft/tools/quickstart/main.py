@@ -79,17 +79,17 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
 
     with phases.phase("report", f"Result, seed {seed}: {len(held_out.rows)} documents of held-out files"):
         texts = map(tokenizer.decode, prompts), written_before, written_after, map(tokenizer.decode, references)
-        shown = list(map(Continuations, *texts))
+        shown = [dict(zip(("prompt", "before", "after", "reference"), sample)) for sample in zip(*texts)]
         with (output / "samples.txt").open("w", encoding="utf-8") as file:
             for page in (common.console, printed.safe_console(file=file, width=140)):
                 for sample in shown:
                     page.print(side_by_side(sample, page.width), "", soft_wrap=False)
         common.console.print(result_table(before, after))
-    found = {"before": means(before), "after": means(after), "samples": list(map(vars, shown))}
+    found = {"before": means(before), "after": means(after), "samples": shown}
     found["change_standard_error"] = {name: error for name, _, error in mean_changes(before, after)}
     common.save_summary(output / "summary.json", {method: config}, phases.seconds, seed=seed, **found)
     common.console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
-    print_next_steps(output, run, shown[0].prompt)
+    print_next_steps(output, run, shown[0]["prompt"])
 
 
 FILES = (
@@ -214,16 +214,6 @@ WINDOW_PROMPT = 32  # tokens of a window of a longer text that serve as its prom
 NARROWEST = 110  # characters of a line that has room for three columns of code
 
 
-@dataclass(frozen=True)
-class Continuations:
-    """A prompt with three continuations, as text."""
-
-    prompt: str
-    before: str
-    after: str
-    reference: str
-
-
 @torch.no_grad()
 def greedy_completions(model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
     """What `model` writes greedily after each prompt, up to LONGEST tokens, with the end-of-text token if any."""
@@ -232,10 +222,9 @@ def greedy_completions(model: Any, tokenizer: Any, prompts: Sequence[list[int]])
         return [tokenizer.decode(one.ids) for one in greedy(model, prompts, [LONGEST] * len(prompts))]
 
 
-def side_by_side(sample: Continuations, width: int) -> RenderableType:
+def side_by_side(sample: dict[str, str], width: int) -> RenderableType:
     """The prompt, and below it the continuations in columns; below each other where `width` has no room for columns."""
-    texts = {"before": sample.before, "after": sample.after, "reference": sample.reference}
-    shown = {title: Text(text.strip("\n"), overflow="fold") for title, text in texts.items()}
+    shown = {title: Text(text.strip("\n"), overflow="fold") for title, text in sample.items() if title != "prompt"}
     if width < NARROWEST:
         parts: RenderableType = Group(*(Panel(text, title=title, title_align="left") for title, text in shown.items()))
     else:
@@ -243,4 +232,4 @@ def side_by_side(sample: Continuations, width: int) -> RenderableType:
         for title in shown:
             parts.add_column(title, ratio=1)
         parts.add_row(*shown.values())
-    return Group(Text(sample.prompt, style="bold"), parts)
+    return Group(Text(sample["prompt"], style="bold"), parts)
