@@ -9,9 +9,9 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderHook
 from rich.segment import Segment
 
 BROKEN_PIPE = 128 + 13  # as shells report a command that SIGPIPE ended
@@ -67,7 +67,9 @@ def say(text: object = "", err: bool = False) -> None:
 
 def safe_console(**options: Any) -> Console:
     """A console of rich that prints control characters in texts as visible symbols; its styles are unchanged."""
-    return _SafeConsole(**options)
+    made = Console(**options)
+    made.push_render_hook(_Printable())
+    return made
 
 
 def print_table(table: RenderableType) -> None:
@@ -76,9 +78,16 @@ def print_table(table: RenderableType) -> None:
     safe_console(soft_wrap=False, width=width).print(table)
 
 
-class _SafeConsole(Console):
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        for segment in super().render(renderable, options):
+class _Printable(RenderHook):
+    def process_renderables(self, renderables: list[RenderableType]) -> list[RenderableType]:
+        return list(map(_Filtered, renderables))
+
+
+class _Filtered(NamedTuple):
+    renderable: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self.renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 

@@ -61,10 +61,6 @@ class RunFiles(TrainerCallback):
         self._path = self._folder / (files.START if has_records(self._folder) else files.RUN)
         self._update()
 
-    def describe(self, **facts: Any) -> None:
-        """Add JSON values to the description of the run, with its next update."""
-        self.description |= facts
-
     def end(self, state: State, error: str | None = None) -> bool:
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
         is_unchanged = self._path.name == files.START
@@ -292,7 +288,9 @@ class RolloutLog(TrainerCallback):
         self.close()
         paths = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
         if self._rank == 0:
-            paths += [path for path in files.rollout_files(self.path.parent) if files.rank_of(path) >= self._processes]
+            own = {f"rollouts-rank{rank}" for rank in range(1, self._processes)} | {"rollouts"}
+            others = files.rollout_files(self.path.parent)
+            paths += [path for path in others if path.name.partition(".")[0] not in own]
         try:
             if step == 0:
                 set_aside(self.path.parent, paths)

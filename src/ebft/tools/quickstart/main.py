@@ -8,9 +8,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
                     page.print(side_by_side(sample, page.width), "", soft_wrap=False)
         common.console.print(result_table(before, after))
     found = {"before": means(before), "after": means(after), "samples": shown}
-    found["change_standard_error"] = {name: error for name, _, error in mean_changes(before, after)}
+    found["change_standard_error"] = change_errors(before, after)
     common.save_summary(output / "summary.json", {method: config}, phases.seconds, seed=seed, **found)
     common.console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
     print_next_steps(output, run, shown[0]["prompt"])
@@ -146,7 +147,7 @@ def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) 
     for column in ("before", "after", "change", "aim", ""):
         table.add_column(column, justify="right", no_wrap=True)
     old, new = means(before), means(after)
-    spread = {name: error for name, _, error in mean_changes(before, after)}
+    spread = change_errors(before, after)
     for name, wanted in METRICS:
         change = new[name] - old[name]
         shown = f"{change:+.2g} ± {spread[name]:.1g}"
@@ -199,13 +200,11 @@ def means(groups: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
 
 
-def mean_changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
-    """Name, change of the mean and its standard error (NaN for one group) of each metric, paired by group."""
-    for name in before[0]:
-        differences = [new[name] - old[name] for old, new in zip(before, after)]
-        n, mean = len(differences), sum(differences) / len(differences)
-        variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
-        yield name, mean, math.sqrt(variance / n)
+def change_errors(before: list[dict[str, float]], after: list[dict[str, float]]) -> dict[str, float]:
+    """The standard error of the change of each mean, paired by group; NaN for one group."""
+    changes = {name: [new[name] - old[name] for old, new in zip(before, after)] for name in before[0]}
+    count = len(before)
+    return {name: stdev(each) / math.sqrt(count) if count > 1 else math.nan for name, each in changes.items()}
 
 
 COUNT = 3  # prompts whose completions are shown
