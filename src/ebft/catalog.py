@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebft.errors import DataError, EBFTError, ModelError, cause, shortened
-from ebft.files import ADAPTER_CONFIG, exists, is_pointer, json_object
+from ebft.files import ADAPTER_CONFIG, exists, is_pointer
+from ebft.run_files import read_object
 
 # Written when `ebft fetch` has finished a folder: the origin of its content, and the sizes of its files.
 MARK = "fetched.json"
@@ -89,11 +90,7 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
 
     The marker files of earlier versions have no sizes: None stands for any.
     """
-    mark = folder / MARK
-    try:
-        found = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
-    except ValueError:  # an incomplete file
-        return None
+    found = read_object(folder / MARK) or {}
     sizes = found.pop("files", {"model.safetensors": None})
     return sizes if found == model.origin else None
 
@@ -215,8 +212,9 @@ TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of
 
 def _classifier_kind(folder: Path, config: dict[str, Any] | None = None) -> str | None:
     """SCORE or STEPS for a folder with such a model or an adapter of one, or for the content of its config.json."""
-    task = None if config is not None else _values(folder / ADAPTER_CONFIG).get("task_type")
-    names = (_values(folder / "config.json") if config is None else config).get("architectures") or []
+    task = None if config is not None else (read_object(folder / ADAPTER_CONFIG) or {}).get("task_type")
+    config = read_object(folder / "config.json") or {} if config is None else config
+    names = config.get("architectures") or []
     return next((end for end in (SCORE, STEPS) if task == TASKS[end] or any(str(n).endswith(end) for n in names)), None)
 
 
@@ -236,7 +234,7 @@ def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | Non
     if values is None and not exists(folder):
         return None
     if values is None and not exists(folder / ADAPTER_CONFIG):
-        values = _values(folder / "config.json")
+        values = read_object(folder / "config.json") or {}
     # transformers leaves out its default of two labels
     if _classifier_kind(folder, values) == SCORE and (values is None or len(values.get("id2label") or (0, 1)) == 1):
         return None
@@ -244,14 +242,6 @@ def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | Non
         f"trl.reward_funcs: {name} cannot give rewards, because it is not a classifier with one output per text. Give "
         "the folder or Hub id of a reward model, such as one of reward_model: true."
     )
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if it cannot be read, which is reported where it is needed."""
-    try:
-        return json_object(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def refuse_pointers(folder: Path) -> None:
@@ -276,7 +266,7 @@ def adapted_heads(targets: Any) -> list[str]:
 
 def adapted_head(name: str) -> str | None:
     """The output layer that a saved adapter adapts; None if it does not, or replaces it by a trained copy."""
-    settings = _values(Path(lasting_name(name)).expanduser() / ADAPTER_CONFIG)
+    settings = read_object(Path(lasting_name(name)).expanduser() / ADAPTER_CONFIG) or {}
     excluded = set(adapted_heads(settings.get("exclude_modules")))
     return next((head for head in adapted_heads(settings.get("target_modules")) if head not in excluded), None)
 

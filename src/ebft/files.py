@@ -241,14 +241,12 @@ def locked(path: Path, hint: str, waiting: Callable[[], None] = lambda: None) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.parent / f".{path.name}.lock")
         try:
-            lock.acquire(timeout=0)
+            held = lock.acquire(timeout=0)
         except Timeout:
             waiting()
-            lock.acquire()
-    try:
+            held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 LARGEST_HASHED = 2**30  # bytes; reading larger files at the start of every run takes too long

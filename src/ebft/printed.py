@@ -9,10 +9,9 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderHook
-from rich.measure import Measurement
 from rich.segment import Segment
 
 BROKEN_PIPE = 128 + 13  # as shells report a command that SIGPIPE ended
@@ -81,19 +80,15 @@ def print_table(table: RenderableType) -> None:
 
 class _Printable(RenderHook):
     def process_renderables(self, renderables: list[RenderableType]) -> list[RenderableType]:
-        return [_Filtered(renderable) for renderable in renderables]
+        return list(map(_Filtered, renderables))
 
 
-class _Filtered:
-    def __init__(self, renderable: RenderableType) -> None:
-        self._renderable = renderable
+class _Filtered(NamedTuple):
+    renderable: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for segment in console.render(self._renderable, options):
+        for segment in console.render(self.renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._renderable)
 
 
 class OutputError(BaseException):

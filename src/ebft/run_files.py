@@ -142,12 +142,6 @@ def rollout_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -part(path)))
 
 
-def rank_of(path: Path) -> int:
-    """The rank of the process that has written a file with rollouts."""
-    found = _ROLLOUTS.fullmatch(path.name)
-    return int(found[1].removeprefix("-rank")) if found and found[1] else 0
-
-
 def is_report(path: Path) -> bool:
     """Whether `path` is a report, or does not exist."""
     return not path.exists() or (path.is_file() and b"<title>ebft" in path.read_bytes()[:2000])

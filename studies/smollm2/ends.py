@@ -62,10 +62,10 @@ def measured(study: Study, cell: Cell) -> dict[str, float]:
     """The metrics of a model on the test translations."""
     from measure import completions, features, loaded
 
-    from ebft.data.load import load_section_of_tokens
+    from ebft.data.load import load_test_datasets
 
     policy, tokenizer, config = loaded(study, cell)
-    rows, _ = load_section_of_tokens(config, tokenizer, "test_datasets")
+    rows, _ = load_test_datasets(config, tokenizer)
     blocks, full = features(study, cell, "test")["metrics"], completions(study, cell)["metrics"]
     return {**blocks, **full, **ends_of(policy, rows, tokenizer.eos_token_id)}
 

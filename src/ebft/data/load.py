@@ -59,11 +59,9 @@ def load_token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
     return load_sections(config, token_rows(config, tokenizer)).without("document")
 
 
-def load_section_of_tokens(
-    config: DataSettings, tokenizer: PreTrainedTokenizerBase, section: str
-) -> tuple[Dataset, SectionReport]:
-    """The rows of tokens of `datasets` or `test_datasets` alone, in the order of their documents, and their report."""
-    rows, report, _ = _load_section(config, section, token_rows(config, tokenizer))
+def load_test_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, SectionReport]:
+    """The rows of tokens of `test_datasets` alone, in the order of their documents, and their report."""
+    rows, report, _ = _load_section(config, "test_datasets", token_rows(config, tokenizer))
     return rows.remove_columns("document"), report
 
 

@@ -304,7 +304,7 @@ def load_stream(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> l
     stream = stream_rows(config, tokenizer)
     if not config.test_datasets:
         return load.LoadedRows(stream, None, [])
-    evaluation, found = load.load_section_of_tokens(config, tokenizer, "test_datasets")
+    evaluation, found = load.load_test_datasets(config, tokenizer)
     return load.LoadedRows(stream, evaluation, [found])
 
 

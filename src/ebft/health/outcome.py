@@ -71,11 +71,6 @@ class Change(NamedTuple):
         """The verdict in words."""
         return {1: "better", -1: "worse", 0: "no change", None: "too few values to tell"}[self.verdict]
 
-    @property
-    def may_be_worse(self) -> bool:
-        """Whether the metric moved in the wrong direction by 1.5 standard errors, or at all if they are unknown."""
-        return -self.improvement > 1.5 * (self.error or 0.0)
-
     def __str__(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.2g}, significant above {self.limit:.2g}"
         return f"{self.name} {self.before:.4g} -> {self.after:.4g} ({self.after - self.before:+.2g}{error})"
@@ -204,7 +199,8 @@ def _conclusion(training: list[Change], held_out: list[Change]) -> str:
     verdicts = [change.verdict for change in changes]
     better = [change.name for change in changes if change.verdict == 1]
     worse = [change.name for change in changes if change.verdict == -1]
-    doubtful = [change.name for change in held_out if change.may_be_worse and change.name not in worse]
+    # In the wrong direction by 1.5 standard errors, or at all if they are unknown.
+    doubtful = [change.name for change in held_out if -change.improvement > 1.5 * (change.error or 0.0)]
     if None in verdicts and not better and not worse:
         return f"too few {'evaluations' if held_out else 'logs of training'} to tell"
     if better and worse:

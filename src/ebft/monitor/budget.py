@@ -9,7 +9,7 @@ from a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +147,12 @@ class FlopMeter:
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:
-        """Enable counting inside the block, or disable it."""
+        """Enable counting inside the block, or disable it, also in its backward passes."""
         before, self._counting = self._counting, enabled
         try:
             yield
         finally:
             self._counting = before
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Disable counting inside the block, including its backward passes."""
-        return self.counting(False)
 
     def _count(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook; backward FLOPs are counted when the gradient arrives, so once even if forward is recomputed."""
@@ -215,10 +211,8 @@ def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:
     for module in causal_lm.modules():
         if id(module) in of_head:
             per_score += weight_size(module)
-        elif _experts(module):
-            per_token += weight_size(module) * chosen
         else:
-            per_token += weight_size(module)
+            per_token += weight_size(module) * (chosen if _experts(module) else 1)
     return 2 * (per_token * tokens + per_score * scored)
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields
 from itertools import islice
 from logging.handlers import RotatingFileHandler
@@ -59,10 +60,6 @@ class RunFiles(TrainerCallback):
         self._run["started"] = time.time()
         self._path = self._folder / (files.START if has_records(self._folder) else files.RUN)
         self._update()
-
-    def describe(self, **facts: Any) -> None:
-        """Add JSON values to the description of the run, with its next update."""
-        self.description |= facts
 
     def end(self, state: State, error: str | None = None) -> bool:
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
@@ -143,27 +140,14 @@ class RunFilesCallback(TrainerCallback):
     state: it is shown as ended once its process has.
     """
 
-    def __init__(self) -> None:
-        self._files: RunFiles | None = None  # of the main process
-
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._files = RunFiles(args.output_dir, _description(args, model))
+            written = RunFiles(args.output_dir, _description(args, model))
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            self._files.start()
-            self._files.begin(state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._files is not None:
-            self._files.on_step_end(args, state, control)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if self._files is not None:
-            self._files.on_log(args, state, control, logs)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._files is not None:
-            self._files.end("finished")
+            written.start()
+            written.begin(state)
+            self.on_step_end, self.on_log = written.on_step_end, written.on_log
+            self.on_train_end = lambda *_, **__: written.end("finished") and None
 
 
 def _description(args: Any, model: Any) -> dict[str, Any]:
@@ -200,28 +184,19 @@ def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     A run that resumes from an earlier step repeats them, and the evaluation before `step` unless it `is_evaluated`. The
     file is replaced as a whole, and deleted if no line remains. A missing file is not an error; others raise OSError.
     """
-    part = path.with_name(f"{path.name}.part")
 
-    def is_before(line: bytes, step: int) -> bool:
+    def is_kept(line: bytes) -> bool:
         value = (files.parse(line) or {}).get("step")
-        return line.endswith(b"\n") and isinstance(value, int | float) and value < step
+        is_before = isinstance(value, int | float) and value < step - (not is_evaluated and b'"eval_' in line)
+        return is_before and line.endswith(b"\n")
 
-    try:
-        lines, counts = path.open("rb"), {True: 0, False: 0}
-    except FileNotFoundError:
-        return
-    with lines, part.open("wb") as remaining:
-        for line in lines:
-            is_kept = is_before(line, step - (not is_evaluated and b'"eval_' in line))
-            counts[is_kept] += 1
-            if is_kept:
-                remaining.write(line)
-    if counts[True] and counts[False]:
-        os.replace(part, path)
-        return
-    part.unlink()
-    if counts[False]:
-        path.unlink()
+    with suppress(FileNotFoundError):
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if is_kept(line)]
+        if kept and len(kept) < len(lines):
+            write_text(path, b"".join(kept).decode(), is_flushed=False)
+        elif lines and not kept:
+            path.unlink()
 
 
 def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -> Path | None:
@@ -313,7 +288,9 @@ class RolloutLog(TrainerCallback):
         self.close()
         paths = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
         if self._rank == 0:
-            paths += [path for path in files.rollout_files(self.path.parent) if files.rank_of(path) >= self._processes]
+            own = {f"rollouts-rank{rank}" for rank in range(1, self._processes)} | {"rollouts"}
+            others = files.rollout_files(self.path.parent)
+            paths += [path for path in others if path.name.partition(".")[0] not in own]
         try:
             if step == 0:
                 set_aside(self.path.parent, paths)

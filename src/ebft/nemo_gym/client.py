@@ -7,7 +7,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,8 +194,7 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
     if not (keys.nemo_gym_enabled and keys.nemo_gym_auto_start) or not machine.is_main_process():
         yield
         return
-    client = GymClient(keys.nemo_gym_head_port, keys.nemo_gym_verify_timeout)
-    try:
+    with closing(GymClient(keys.nemo_gym_head_port, keys.nemo_gym_verify_timeout)) as client:
         if client.is_up():
             printed.say(f"Using the NeMo Gym servers that run at {client.head}.", err=True)
             yield
@@ -218,5 +217,3 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
             yield
         finally:
             end_supervisor(process)
-    finally:
-        client.close()

@@ -49,7 +49,8 @@ from ebft.run.prepared_rows import describe, prepare_rows
 from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, start_trackers, tracker_environment
 from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
-from ebft.serving.server import VLLMServer, await_ready, managed_server
+from ebft.serving.command import device_environment, find_interpreter, server_command
+from ebft.serving.server import LOG, VLLMServer, await_ready
 from ebft.trainer import OverTrainer
 from ebft.trainer.checkpoints import step_in_name
 from ebft.transformers_internals import load_weights
@@ -122,7 +123,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             record = run_record(config, tokenizer, args, files.description["data_digests"])
             warn_of_changes(config, record, completed or checkpoint, is_finished=completed is not None)
             if completed is None:
-                files.describe(optimizer=optimizer)
+                files.description["optimizer"] = optimizer
         if this_machine().processes > 1:
             check_same_everywhere(config, args.mixed_precision, train_data, eval_data, checkpoint)
 
@@ -218,9 +219,13 @@ def servers(config: RunConfig, folder: str) -> Iterator[VLLMServer | None]:
     """The servers of the method inside the block; yields the vLLM server of the run, which only rank 0 starts."""
     with ExitStack() as running:
         running.enter_context(config.method.services(config))
-        starts = config.manages_server and is_main_process()
-        place = folder, torch.cuda.device_count(), this_machine().processes
-        yield running.enter_context(managed_server(config.server_settings, *place)) if starts else None
+        server = None
+        if config.manages_server and is_main_process():
+            vllm, gpus = config.vllm, torch.cuda.device_count()
+            environment = device_environment(vllm, this_machine().processes, gpus)  # GPUs that do not train
+            words = server_command(config.server_settings, find_interpreter(vllm.python), gpus)
+            server = running.enter_context(VLLMServer(words, Path(folder) / LOG, environment))
+        yield server
 
 
 def run_rows(config: RunConfig, tokenizer: Any) -> LoadedRows:

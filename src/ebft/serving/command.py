@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ebft.catalog import MODELS, as_folder, base_name, is_gguf, lasting_name, locate
 from ebft.config.keys.models import AdapterKeys, ModelKeys
-from ebft.config.keys.serving import ServerSettings, VLLMSection, base_url, is_everywhere
+from ebft.config.keys.serving import EVERYWHERE, ServerSettings, VLLMSection, base_url
 from ebft.errors import ConfigError, doing
 from ebft.files import ADAPTER_CONFIG, json_object
 
@@ -63,7 +63,7 @@ def server_command(
     if is_gguf(name):
         raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
     model, rank = lasting_name(config.base_model), max_lora_rank(config)
-    if (rank is not None or on_gpu) and is_everywhere(vllm.host):
+    if (rank is not None or on_gpu) and vllm.host in EVERYWHERE:
         warnings.warn(
             f"vllm.host: {vllm.host} accepts connections from other machines: anyone who reaches the port can replace "
             "the model, without authentication. Use 127.0.0.1, or a network that only you can reach.",

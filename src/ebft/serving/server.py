@@ -10,14 +10,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
 from ebft import errors, machine, printed
-from ebft.config.keys.serving import ServerSettings, check_free
-from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
+from ebft.config.keys.serving import check_free
+from ebft.serving.command import ServerCommand
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 
 DEFAULT_TIMEOUT = 600.0  # seconds until a server is ready; loading and compiling a large model takes minutes
@@ -246,16 +245,6 @@ class ServerLog:
 
 
 LOG = "vllm.log"
-
-
-@contextmanager
-def managed_server(settings: ServerSettings, output_dir: str, gpus: int, processes: int) -> Iterator[VLLMServer]:
-    """Start the server on the GPUs not used by the `processes` trainer processes, and stop it at the end of the block.
-    It is not ready yet when the block starts."""
-    environment = device_environment(settings.vllm, processes, gpus)
-    command = server_command(settings, find_interpreter(settings.vllm.python), gpus)
-    with VLLMServer(command, Path(output_dir) / LOG, environment) as server:
-        yield server
 
 
 def await_ready(server: VLLMServer, timeout: float | None) -> None:

@@ -33,7 +33,7 @@ from ebft.monitor.metrics import HeldOutRows, Throughput
 from ebft.monitor.run_files import ScoredRollouts
 from ebft.prefix.forward import ATTENTION, prepare, way_of
 from ebft.prefix.sampling import Truncation
-from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
+from ebft.rewards import compute_advantages, first_equal, match_features
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import TermGradients, cross_entropy_loss, embed_blocks, policy_gradient_loss, score
@@ -175,7 +175,8 @@ class StridedEBFTTrainer(OverTrainer):
         if rollouts is None:
             rollouts = self._sample(model, documents, layout, noise, single_pass)
         phi, phi_ref = self._embed(model, documents, layout, rollouts.tokens)
-        match = self._match(phi, phi_ref, rollouts.tokens)
+        computed_in, first = self.feature_network.computed_in, first_equal(rollouts.tokens)  # which have equal rewards
+        match = match_features(phi, phi_ref, args, computed_in=computed_in, first=first)
         advantages = compute_advantages(
             match.rewards,
             args.advantage_estimator,
@@ -201,7 +202,7 @@ class StridedEBFTTrainer(OverTrainer):
             entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
             self.scored_rollouts(entries, output.rewards)
             if self._measures_gradients():
-                with self.budget.meter.paused():
+                with self.budget.meter.counting(False):
                     self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
             # DDP averages over ranks, whereas these losses are to be summed; output.loss remains this rank's share.
             loss = loss * self.accelerator.num_processes
@@ -231,11 +232,6 @@ class StridedEBFTTrainer(OverTrainer):
             return embed_blocks(
                 self.feature_network, documents, layout, tokens, tokens_per_pass=self.args.rollout_tokens_per_pass
             )
-
-    def _match(self, phi: Tensor, phi_ref: Tensor, tokens: Tensor) -> FeatureMatch:
-        """Return the rewards of the rollouts, equal for equal ones, and their terms."""
-        computed_in = self.feature_network.computed_in
-        return match_features(phi, phi_ref, self.args, computed_in=computed_in, first=first_equal(tokens))
 
     def _score(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor

@@ -33,28 +33,27 @@ def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., 
     def run(*args: Any, **kwargs: Any) -> None:
         if goes_on:
             go_on_without_output()
+        status = FAILED
         try:
-            command(*args, **kwargs)
+            return command(*args, **kwargs)
         except typer.Exit:
             raise
         except EBFTError as error:
             _report(error, str(error))
-            raise typer.Exit(error.status if isinstance(error, LaunchError) else WRONG_INPUT) from None
+            status = error.status if isinstance(error, LaunchError) else WRONG_INPUT
         except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
             _report(error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish.")
-            raise typer.Exit(FAILED) from None
         except Exception as error:
             message = f"{told(error)}{place_of(error)}. Set {DEBUG}=1 to see the full traceback."
             if os.environ.get(DEBUG) or not leave_error(message):
                 _report(error, message)
-            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt as error:
             if is_main_process():  # signals reach all processes
                 _end_progress_bars()
                 _say(str(error) or "Interrupted.")
             # TrainingInterrupted has the signal number; it is not imported here, since that imports torch.
-            number = error.signal_number if hasattr(error, "signal_number") else signal.SIGINT
-            raise typer.Exit(INTERRUPTED + number) from None
+            status = INTERRUPTED + getattr(error, "signal_number", signal.SIGINT)
+        raise typer.Exit(status)
 
     return run
 

@@ -18,7 +18,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 
 from ebft.errors import cause
 from ebft.files import CHECKSUMS, RUN_FILE
-from ebft.run_files import CARD, LEFT_OUT, MODEL_FILES
+from ebft.run_files import CARD, LEFT_OUT, MODEL_FILES, read_object
 
 # Keys of JSON files whose values may be paths of this machine; only their last part is pushed.
 _PATHS = {
@@ -59,11 +59,7 @@ def _public(path: Path) -> str | bytes:
     """The path of a file to push, or its contents without the names of folders of this machine."""
     if path.suffix != ".json" or path.name == "tokenizer.json":
         return str(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return str(path)
-    if not isinstance(content, dict):
+    if (content := read_object(path)) is None:
         return str(path)
     if path.name == CHECKSUMS:
         kept = {name: value for name, value in content.items() if Path(name).name not in LEFT_OUT}

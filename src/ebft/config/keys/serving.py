@@ -61,22 +61,13 @@ class ServerSettings:
     serves_agents: bool = False  # whether programs other than the trainer sample from the policy
 
 
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-
-
-def is_everywhere(host: str) -> bool:
-    """Whether a server that listens on `host` accepts connections on all network interfaces."""
-    return host in _EVERYWHERE
-
-
-def reachable_host(host: str) -> str:
-    """Return the host for connecting to a server that listens on `host`; all interfaces map to the local host."""
-    return _EVERYWHERE.get(host, host)
+# Hosts on which a server accepts connections on all network interfaces, and where this machine reaches it.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def base_url(host: str, port: int) -> str:
     """Return the URL for clients on this machine."""
-    name = reachable_host(host)
+    name = EVERYWHERE.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 

@@ -273,11 +273,6 @@ def equivalent_transform(name: Type, kind: Rows) -> str | None:
     return None if found is None or kind in found.rows else found.twin
 
 
-def reads_lines(name: Type) -> bool:
-    """Whether a transform receives the lines of a file (column `line`), since a table would change their values."""
-    return built_in(name) == "nemo_gym.transform"
-
-
 def wanted_rows(rows: RequiredRows) -> str:
     """The rows that a run trains on and the transforms that return them, worded to follow "but "."""
     fitting = [name for name, found in TRANSFORMS.items() if rows.kind in found.rows and name != USER_DEFINED]

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, metadata, requires, version
+from importlib.metadata import distribution, metadata, requires, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -56,9 +56,14 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
         devices = [{"name": device.name, "memory (GiB)": _gib(device.total_memory)} for device in found_gpus]
     elif torch.accelerator.is_available():
         devices = [{"name": torch.accelerator.current_accelerator().type}] * torch.accelerator.device_count()
+    # The commit that ebft was installed from, or the checked-out one of its clone, not of a repository around it.
+    source, git = json.loads(distribution("ebft").read_text("direct_url.json") or "{}"), ("git", "-C", str(PACKAGE))
+    commit = source.get("vcs_info", {}).get("commit_id")
+    if "vcs_info" not in source and output_of(*git, "ls-files", "--error-unmatch", "__init__.py") is not None:
+        commit = output_of(*git, "describe", "--always", "--dirty", "--exclude", "*")
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "ebft": {"version": version("ebft"), "commit": _commit(), "path": str(PACKAGE)},
+        "ebft": {"version": version("ebft"), "commit": commit, "path": str(PACKAGE)},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": {name: machine.installed_version(name) for name in PACKAGES}
         | {name: found for name in OPTIONAL if (found := machine.installed_version(name)) is not None},
@@ -110,19 +115,6 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit that ebft was installed from, or the checked-out one of the clone that it is imported from."""
-    try:
-        source = json.loads(distribution("ebft").read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:
-        source = {}
-    if "vcs_info" in source:
-        return source["vcs_info"].get("commit_id")
-    if output_of("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None  # not a clone of ebft, though perhaps a folder inside another repository
-    return output_of("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
 
 
 def output_of(*command: str) -> str | None:

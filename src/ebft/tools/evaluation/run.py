@@ -330,9 +330,14 @@ def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
     temperature 1. Padding is on the right, which causal models do not attend to."""
     take_programs(model)
     device = unwrap_adapter(model).device
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    batches: list[list[int]] = []  # with padding, of at most TOKENS_PER_PASS tokens unless one row has more
+    for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+        if batches and (len(batches[-1]) + 1) * len(sequences[i]) <= TOKENS_PER_PASS:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
     found: dict[int, Tensor] = {}
-    for batch in _batches(order, [len(ids) for ids in sequences]):
+    for batch in batches:
         rows = [torch.tensor(sequences[i], device=device) for i in batch]
         input_ids = pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -342,14 +347,3 @@ def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
             losses = token_cross_entropies(model, inputs, input_ids[:, 1:, None], attention_mask[:, 1:].bool())
         found |= {i: row[: len(sequences[i]) - 1] for i, row in zip(batch, losses.squeeze(-1).cpu())}
     return [found[i] for i in range(len(sequences))]
-
-
-def _batches(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Return batches of the sequences in the given order, with at most TOKENS_PER_PASS tokens including padding."""
-    batches: list[list[int]] = []
-    for i in order:
-        if batches and (len(batches[-1]) + 1) * lengths[i] <= TOKENS_PER_PASS:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
 from ebft.models import adapter_targets, load, pretrained
 from ebft.models.adapter import UNMATCHED_RANK, not_whole, saved_layers, saved_rows
+from ebft.models.weights import functional
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
@@ -215,8 +215,7 @@ class BitsAndBytesRounding:
 
     def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
         self._settings, self._dtype = settings, load.weights_dtype(settings)
-        with doing("importing bitsandbytes: the adapter was trained on quantised weights (pip install 'ebft[qlora]')"):
-            self._functional = import_module("bitsandbytes.functional")
+        self._functional = functional()
         kept = [*get_keys_to_not_convert(model), *load.not_quantised(settings, model.config)]
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         is_within = lambda name, other: name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")

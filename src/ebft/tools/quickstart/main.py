@@ -8,9 +8,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -79,17 +80,17 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
 
     with phases.phase("report", f"Result, seed {seed}: {len(held_out.rows)} documents of held-out files"):
         texts = map(tokenizer.decode, prompts), written_before, written_after, map(tokenizer.decode, references)
-        shown = list(map(Continuations, *texts))
+        shown = [dict(zip(("prompt", "before", "after", "reference"), sample)) for sample in zip(*texts)]
         with (output / "samples.txt").open("w", encoding="utf-8") as file:
             for page in (common.console, printed.safe_console(file=file, width=140)):
                 for sample in shown:
                     page.print(side_by_side(sample, page.width), "", soft_wrap=False)
         common.console.print(result_table(before, after))
-    found = {"before": means(before), "after": means(after), "samples": list(map(vars, shown))}
-    found["change_standard_error"] = {name: error for name, _, error in mean_changes(before, after)}
+    found = {"before": means(before), "after": means(after), "samples": shown}
+    found["change_standard_error"] = change_errors(before, after)
     common.save_summary(output / "summary.json", {method: config}, phases.seconds, seed=seed, **found)
     common.console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
-    print_next_steps(output, run, shown[0].prompt)
+    print_next_steps(output, run, shown[0]["prompt"])
 
 
 FILES = (
@@ -146,7 +147,7 @@ def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) 
     for column in ("before", "after", "change", "aim", ""):
         table.add_column(column, justify="right", no_wrap=True)
     old, new = means(before), means(after)
-    spread = {name: error for name, _, error in mean_changes(before, after)}
+    spread = change_errors(before, after)
     for name, wanted in METRICS:
         change = new[name] - old[name]
         shown = f"{change:+.2g} ± {spread[name]:.1g}"
@@ -199,29 +200,17 @@ def means(groups: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
 
 
-def mean_changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
-    """Name, change of the mean and its standard error (NaN for one group) of each metric, paired by group."""
-    for name in before[0]:
-        differences = [new[name] - old[name] for old, new in zip(before, after)]
-        n, mean = len(differences), sum(differences) / len(differences)
-        variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
-        yield name, mean, math.sqrt(variance / n)
+def change_errors(before: list[dict[str, float]], after: list[dict[str, float]]) -> dict[str, float]:
+    """The standard error of the change of each mean, paired by group; NaN for one group."""
+    changes = {name: [new[name] - old[name] for old, new in zip(before, after)] for name in before[0]}
+    count = len(before)
+    return {name: stdev(each) / math.sqrt(count) if count > 1 else math.nan for name, each in changes.items()}
 
 
 COUNT = 3  # prompts whose completions are shown
 LONGEST = 48  # tokens of these completions
 WINDOW_PROMPT = 32  # tokens of a window of a longer text that serve as its prompt
 NARROWEST = 110  # characters of a line that has room for three columns of code
-
-
-@dataclass(frozen=True)
-class Continuations:
-    """A prompt with three continuations, as text."""
-
-    prompt: str
-    before: str
-    after: str
-    reference: str
 
 
 @torch.no_grad()
@@ -232,10 +221,9 @@ def greedy_completions(model: Any, tokenizer: Any, prompts: Sequence[list[int]])
         return [tokenizer.decode(one.ids) for one in greedy(model, prompts, [LONGEST] * len(prompts))]
 
 
-def side_by_side(sample: Continuations, width: int) -> RenderableType:
+def side_by_side(sample: dict[str, str], width: int) -> RenderableType:
     """The prompt, and below it the continuations in columns; below each other where `width` has no room for columns."""
-    texts = {"before": sample.before, "after": sample.after, "reference": sample.reference}
-    shown = {title: Text(text.strip("\n"), overflow="fold") for title, text in texts.items()}
+    shown = {title: Text(text.strip("\n"), overflow="fold") for title, text in sample.items() if title != "prompt"}
     if width < NARROWEST:
         parts: RenderableType = Group(*(Panel(text, title=title, title_align="left") for title, text in shown.items()))
     else:
@@ -243,4 +231,4 @@ def side_by_side(sample: Continuations, width: int) -> RenderableType:
         for title in shown:
             parts.add_column(title, ratio=1)
         parts.add_row(*shown.values())
-    return Group(Text(sample.prompt, style="bold"), parts)
+    return Group(Text(sample["prompt"], style="bold"), parts)
