@@ -192,8 +192,7 @@ def with_references(dataset: Any) -> Any:
     names = getattr(dataset, "column_names", None) or ()
     if not isinstance(dataset, Dataset) or "completion" not in names or "ground_truth" in names:
         return dataset
-    is_one = lambda reply: isinstance(reply, list) and len(reply) == 1
-    text = lambda reply: reply[0]["content"] if is_one(reply) else reply
+    text = lambda reply: reply[0]["content"] if isinstance(reply, list) and len(reply) == 1 else reply
     return dataset.map(lambda row: {"ground_truth": text(row["completion"])}, remove_columns="completion")
 
 
