@@ -201,7 +201,7 @@ def test_a_system_message_without_a_place(load, method, type, row):
     assert "Q" in texts("") and texts("S", drop_system_message=True) == texts(None)
 
 
-@pytest.mark.parametrize("method", [*sorted(CHATS.keys() - {"grpo"}), "process_reward_model"])  # its rewards read them
+@pytest.mark.parametrize("method", [*CHATS, "process_reward_model"])
 def test_columns_that_are_not_read_are_named_once(load, capsys, method):
     row = of_chat(method, [Q, A]) if method in CHATS else {"prompt": "Q", "completions": ["A"], "labels": [True]}
     load(method, CHATS.get(method, "stepwise_supervised"), {**row, "id": 1, "score": 0.5})

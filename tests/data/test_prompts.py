@@ -69,9 +69,6 @@ def test_grpo_reads_the_prompt_alone(load, chatml, tokenizer, own):
     train, _ = load([{"q": "2+2?", "answer": "4"}, {"q": "3+3?", "answer": "6"}], type, chatml, **GRPO)
     prompts = [[user("2+2?")], [user("3+3?")]]
     assert train[:] == {"prompt": prompts, "ground_truth": [None, None], "answer": ["4", "6"]}
-    rows = [{"messages": [user("2+2?")], "solution": "4", "images": []}, {"messages": [user("3+3?")], "solution": "6"}]
-    rewarded, _ = load(rows, "chat_template", chatml, **GRPO, trl={"reward_funcs": ["trl.rewards.accuracy_reward"]})
-    assert rewarded[:] == {"prompt": prompts, "ground_truth": [None, None], "solution": ["4", "6"]}
 
 
 def test_grpo_counts_the_prompt_alone(load, tokenizer, own):

@@ -84,7 +84,7 @@ def apply_transform(
     for what in (row_counts.LEFT_OUT, row_counts.UNTHINKING):
         if (found == what).any():
             counts.add(what, np.unique(documents[found == what]).tolist())
-    if not (step.is_own or step.passes_on) and is_main_process():
+    if not step.is_own and is_main_process():
         read = {name for names in rows.unique(_READ) for name in json.loads(names)}
         unread = [column for column in raw.column_names if column not in {*read, "file"}]
         if unread:
@@ -94,13 +94,6 @@ def apply_transform(
     for reason in (*row_counts.DROPPED, row_counts.TRUNCATED):
         counts.add(reason, documents[reasons == reason].tolist())
     return rows.select(np.flatnonzero(~np.isin(reasons, row_counts.DROPPED))).remove_columns("reason")
-
-
-# Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
-RESERVED = (
-    *("completion", "completion_ids", "completions", "prompts", "trainer_state", "log_extra", "log_metric"),
-    *("image", "images"),  # TRL would treat these columns as images, which are not supported here
-)
 
 
 class _Step:
@@ -126,7 +119,6 @@ class _Step:
         self.clean = dict if raw is None else json_files.without_added_keys(raw.features, tools, calls)
         name = built_in(entry.type)
         self.is_own, self.system = name is None, None  # the column of a system message that must be read
-        self.passes_on = config.required_rows.has_rewards and name not in (None, "nemo_gym.transform")
         places_system = name is None or TRANSFORMS[name].format in ("text", "nemo_gym")
         places_system = places_system or bool(entry.user_defined and entry.user_defined.system_format)
         if not (places_system or entry.drop_system_message or entry.field_system):
@@ -150,9 +142,7 @@ class _Step:
                 results = self._call(columns)
                 if not self.is_own:
                     row_counts.check_unread(columns, self.system)
-                unread = columns.keys() - columns.read - {"file", *RESERVED} if self.passes_on else ()
-                others = {name: columns[name] for name in columns if name in unread}
-                found = [self._checked(others | row) for row in (results if isinstance(results, list) else [results])]
+                found = list(map(self._checked, results if isinstance(results, list) else [results]))
             except row_counts.Dropped as dropped:
                 found = [{**dict.fromkeys(self.fields), "reason": str(dropped)}]
             except EBFTError:

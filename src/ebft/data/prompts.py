@@ -85,6 +85,11 @@ def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
 # A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
 # the reason for dropping it (empty if kept).
 FEATURES = Features({"row": Value("string"), "columns": Value("string"), **apply.WITH_REASON})
+# Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
+RESERVED = (
+    *("completion", "completion_ids", "completions", "prompts", "trainer_state", "log_extra", "log_metric"),
+    *("image", "images"),  # TRL would treat these columns as images, which are not supported here
+)
 
 
 class PromptRow:
@@ -106,7 +111,7 @@ class PromptRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
         apply.check_fields(row, ("prompt", "ground_truth") if self.needs_reference else ("prompt",), self.hint)
-        if taken := [name for name in apply.RESERVED if name in row]:
+        if taken := [name for name in RESERVED if name in row]:
             raise DataError(
                 f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
                 "functions. Rename the column, or add it to the transform's remove_columns."

@@ -78,7 +78,6 @@ class MethodConfig(BaseConfig):
             needs_reference=self.method.needs_reference,
             block=self.ebft if self.method.samples_blocks else None,
             chat_template_kwargs=self.chat_template_kwargs,
-            has_rewards=self.method.rows == "prompts" and bool(self.trl.reward_funcs),
         )
 
     @property

@@ -131,7 +131,7 @@ def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
     paths = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".jinja"))
     package = json_hash([[path.relative_to(_PACKAGE).as_posix(), file_hash(path)] for path in paths])
     inputs = {
-        "settings": row_settings(config, sources.values()) | {"has_rewards": config.required_rows.has_rewards},
+        "settings": row_settings(config, sources.values()),
         "data": source_hashes(config),
         "transforms": {name: text_hash(source) for name, source in sorted(sources.items())},
         "tokenizer": saved_tokenizer_hashes(tokenizer),

@@ -211,7 +211,6 @@ class RequiredRows:
     needs_reference: bool  # whether every row of prompts must have one
     block: EBFTSection | None  # options of the blocks, if every row must have room for one
     chat_template_kwargs: dict[str, Any] | None  # for rendering prompts
-    has_rewards: bool = False  # whether reward functions read other columns
 
 
 Type = str | PreferenceColumns  # the `type` of a dataset
