@@ -107,17 +107,24 @@ def test_a_file_that_is_no_config(tmp_path, text, parts):
 
 
 def test_keys_of_other_tools_are_warnings_in_files_alone(write):
-    text = "image: a:1\nebft: {mode: strided, notes: [1]}\nrl: ebft\n"
+    text = "image: a:1\ntest_datasets: [{path: a, type: completion, notes: [1]}]\nebft: {mode: strided}\nrl: ebft\n"
     with pytest.warns(UserWarning) as found:
         config = load_config(write(text), ["lr=0.5"])
     said = [str(warning.message) for warning in found]
-    assert all(any(f"Unknown key {key} (line " in each for each in said) for key in ("'image'", "'ebft.notes'"))
+    assert all(
+        any(f"Unknown key {key} (line " in each for each in said) for key in ("'image'", "'test_datasets.0.notes'")
+    )
     assert config.learning_rate == 0.5
     for override in ("image=b", "ebft.notes=1"):
         with pytest.raises(ConfigError, match="Unknown key"):
             load_config(write("rl: ebft\n"), [override])
-    with pytest.raises(ConfigError, match="Unknown key .*Did you mean 'ebft.stride'"):
-        load_config(write("rl: ebft\nstride: 4\n"))
+    for line, known in (("stride: 4", "ebft.stride"), ("rank: 4", "lora_"), ("ebft: {notes: 1}", ""), ("int: 1", "")):
+        with (
+            pytest.raises(ConfigError, match=f"Unknown key .*{known}")
+            if line != "int: 1"
+            else pytest.warns(UserWarning)
+        ):
+            load_config(write(f"{line}\n"))
 
 
 def test_datasets_without_a_type_or_path(write):

@@ -141,8 +141,7 @@ _ELSEWHERE = {
     "num_epochs": "epochs num_train_epochs",
     "optimizer": "optim",
     "revision_of_model": "model_revision",
-    "rl_beta": "kto_beta orpo_beta simpo_beta",
-    "sequence_len": "max_length max_seq_len max_seq_length cutoff_len",
+    "sequence_len": "max_length max_seq_len max_seq_length cutoff_len seq_len max_len",
     "tokenizer_config": "tokenizer_path tokenizer_name",
     "train_on_inputs": "train_on_input",
     "wandb_name": "run_name wandb_run",
@@ -360,12 +359,12 @@ def _replace_values(found: dict[str, Any]) -> None:
 
 def _of_dataset(entry: Any, run: dict[str, Any]) -> Any:
     """A dataset with the keys of chat templates in place of the older ones of sharegpt, if these do not contradict.
-    Without a type, rows of methods with rewards or preferences are read as they are."""
+    Without a type, rows of preference methods are read as they are."""
     if not isinstance(entry := _asked(entry, UNSUPPORTED_IN_DATASETS, {}), dict):
         return entry
     if "path" not in entry and entry.get("data_files") and entry.get("ds_type"):
         entry["path"] = entry["ds_type"]
-    if entry.get("type") is None and run.get("rl") not in (None, "ebft"):
+    if entry.get("type") is None and run.get("rl") in ("dpo", "ipo", "orpo", "kto", "simpo"):
         entry["type"] = "passthrough"
     named, known = entry.get("conversation"), _CONVERSATIONS.get(str(entry.get("conversation")))
     template = entry.get("chat_template") or run.get("chat_template") or known

@@ -47,7 +47,8 @@ def _merged(error: ValidationError) -> list[dict[str, Any]]:
     by_key: dict[tuple, dict[str, Any]] = {}
     for detail in error.errors(include_url=False):
         # Some parts are types of a union (`bool`, `list[str]`) and no keys.
-        path = tuple(part for part in detail["loc"] if not (isinstance(part, str) and _BRANCH.match(part)))
+        first, *others = detail["loc"] or ("",)
+        path = (first, *(part for part in others if not (isinstance(part, str) and _BRANCH.match(part))))
         seen = by_key.setdefault(path, {**detail, "loc": path, "wanted": []})
         wanted = _wanted(detail)
         if wanted and wanted not in seen["wanted"]:
@@ -100,8 +101,9 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     if name in UNSUPPORTED_IN_DATASETS and path[0] in ("datasets", "test_datasets") and len(path) == 3:
         return f"{key} is not supported: {UNSUPPORTED_IN_DATASETS[name]}."
     name = name[:_SHOWN]
+    words = {*name.lower().split("_")}
     near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
-        full for full in names if "_" in name and full.startswith(f"{name}_")
+        full for full in names if words <= {*full.split("_")} and full not in IGNORED_KEYS
     ]
     if near or elsewhere:
         return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
@@ -110,11 +112,14 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
 
 def keys_of_others(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """The dotted unknown keys that are like no key of `model`, such as keys of other tools, or misplaced and false."""
+    default = lambda name: model.model_fields[name].default if name in model.model_fields else None
     is_foreign = lambda detail: (
         _sentence(detail, model, "").endswith(_LIST)
-        or (detail["input"] is False and detail["loc"][-1] in model.model_fields)
+        or (detail["input"] is False and default(detail["loc"][-1]) is False)
     )
-    unknown = [detail for detail in _merged(error) if detail["type"] == "extra_forbidden"]
+    # Other tools have no keys in sections, but in the elements of lists.
+    is_unknown = lambda kind, path: kind == "extra_forbidden" and (len(path) == 1 or isinstance(path[1], int))
+    unknown = [detail for detail in _merged(error) if is_unknown(detail["type"], detail["loc"])]
     return [".".join(map(str, detail["loc"])) for detail in unknown if is_foreign(detail)]
 
 

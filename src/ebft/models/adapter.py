@@ -63,14 +63,12 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     missing = [index for index in ([layers] if isinstance(layers, int) else layers or []) if index >= depth]
     if missing:  # which PEFT silently skips
         raise ModelError(f"peft_layers_to_transform: {missing[0]} is not a layer of the model, which has {depth}.")
-    for names in _embedding_layers(model):
-        given = {
-            name.rpartition(".")[2]: name.rpartition(".")[2] in (config.lora_modules_to_save or []) for name in names
-        }
-        if any(given.values()) and not all(given.values()):
-            frozen = " and ".join(name for name, is_saved in given.items() if not is_saved)
+    saved = {name.rpartition(".")[2] for name in config.lora_modules_to_save or ()}
+    for layers_of_one in ({name.rpartition(".")[2] for name in names} for names in _embedding_layers(model)):
+        if saved & layers_of_one and (frozen := layers_of_one - saved):
             warn(
-                f"lora_modules_to_save: {frozen} keeps the weights that it shares in base_model. Add it to train both."
+                f"lora_modules_to_save: {', '.join(frozen)} keeps the weights that it shares in base_model. Add it to "
+                "train both."
             )
     excluded = [*heads, *(targets.excluded_from_linear(model, config) if config.lora_target_linear else ())]
     return LoraConfig(

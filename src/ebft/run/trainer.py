@@ -18,7 +18,7 @@ from ebft.errors import ConfigError, ModelError, doing, warn
 from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.methods.base_config import deepspeed_settings, fsdp_arguments
-from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.monitor.budget import StopAtBudget
 from ebft.monitor.metrics import ConsoleMetrics, ProgressBar
 from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
@@ -27,7 +27,7 @@ from ebft.run.config.schema import RunConfig
 from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers
 from ebft.serving.server import VLLMServer
-from ebft.transformers_internals import checkpointing_argument, is_torch_tf32_available, use_one_gpu
+from ebft.transformers_internals import Conv1D, checkpointing_argument, is_torch_tf32_available, use_one_gpu
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
@@ -293,15 +293,13 @@ class Muon(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        layers = [unwrap_adapter(model).get_output_embeddings(), getattr(unwrap_adapter(model), "score", None)]
-        layers += [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        outer = {id(weight) for layer in layers if layer is not None for weight in layer.parameters()}
-        is_inner = lambda weight: weight.ndim == 2 and id(weight) not in outer
+        layers = backbone_of(unwrap_adapter(model)).modules()
+        inner = {id(layer.weight) for layer in layers if isinstance(layer, (nn.Linear, Conv1D))}
         groups = [
             {**group, "params": own, "is_inner": flag}
             for group in optimizer.param_groups
             for flag in (True, False)
-            if (own := [weight for weight in group["params"] if is_inner(weight) is flag])
+            if (own := [weight for weight in group["params"] if (id(weight) in inner) is flag])
         ]
         self._parts = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], adjust_lr_fn="match_rms_adamw"), AdamW(groups)
         super().__init__(groups, self._parts[0].defaults | optimizer.defaults)

@@ -33,7 +33,7 @@ from ebft.monitor.metrics import HeldOutRows, Throughput
 from ebft.monitor.run_files import ScoredRollouts
 from ebft.prefix.forward import ATTENTION, prepare, way_of
 from ebft.prefix.sampling import Truncation
-from ebft.rewards import compute_advantages, first_equal, match_features
+from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import TermGradients, cross_entropy_loss, embed_blocks, policy_gradient_loss, score
@@ -175,8 +175,7 @@ class StridedEBFTTrainer(OverTrainer):
         if rollouts is None:
             rollouts = self._sample(model, documents, layout, noise, single_pass)
         phi, phi_ref = self._embed(model, documents, layout, rollouts.tokens)
-        computed_in, first = self.feature_network.computed_in, first_equal(rollouts.tokens)  # which have equal rewards
-        match = match_features(phi, phi_ref, args, computed_in=computed_in, first=first)
+        match = self._match(phi, phi_ref, rollouts.tokens)
         advantages = compute_advantages(
             match.rewards,
             args.advantage_estimator,
@@ -232,6 +231,11 @@ class StridedEBFTTrainer(OverTrainer):
             return embed_blocks(
                 self.feature_network, documents, layout, tokens, tokens_per_pass=self.args.rollout_tokens_per_pass
             )
+
+    def _match(self, phi: Tensor, phi_ref: Tensor, tokens: Tensor) -> FeatureMatch:
+        """Return the rewards of the rollouts, equal for equal ones, and their terms."""
+        computed_in = self.feature_network.computed_in
+        return match_features(phi, phi_ref, self.args, computed_in=computed_in, first=first_equal(tokens))
 
     def _score(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor

@@ -192,7 +192,9 @@ def with_references(dataset: Any) -> Any:
     names = getattr(dataset, "column_names", None) or ()
     if not isinstance(dataset, Dataset) or "completion" not in names or "ground_truth" in names:
         return dataset
-    text = lambda reply: reply[0]["content"] if isinstance(reply, list) and len(reply) == 1 else reply
+    keys = lambda message: {key for key, value in message.items() if value is not None}
+    is_text = lambda reply: isinstance(reply, list) and len(reply) == 1 and keys(reply[0]) == {"role", "content"}
+    text = lambda reply: reply[0]["content"] if is_text(reply) else reply if isinstance(reply, str) else None
     return dataset.map(lambda row: {"ground_truth": text(row["completion"])}, remove_columns="completion")
 
 

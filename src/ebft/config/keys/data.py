@@ -2,6 +2,7 @@
 
 import os
 from abc import abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -153,8 +154,12 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
     def _with_empty_labels(cls, data: Any, build: ModelWrapValidatorHandler["DatasetEntry"]) -> "DatasetEntry":
         entry = build(data)
         if isinstance(data, dict) and not cls.model_fields.keys() <= data.keys():  # a stored config lists all keys
-            entry._empty_labels = tuple(key for key in LABELS[:3] if key in data and data[key] is None)
+            entry.note_empty_labels(key for key in LABELS[:3] if key in data and data[key] is None)
         return entry
+
+    def note_empty_labels(self, keys: Iterable[str]) -> None:
+        """Keep the `keys` of labels that are given without a value; None is also the default of these keys."""
+        self._empty_labels = tuple(keys)
 
     @property
     def empty_labels(self) -> tuple[str, ...]:

@@ -141,7 +141,8 @@ def written_prompt(entries: Sequence[Any]) -> Callable[[str], str] | None:
     if formats[0] not in ("alpaca", "user_defined"):
         return str
     keys = _prompt_format(formats[0], entries[0])
-    return lambda question: _written({keys.field_instruction: question, keys.field_output: ""}, keys).prompt
+    given = [keys.field_instruction] if "{instruction}" in keys.format else [keys.field_instruction, keys.field_input]
+    return lambda question: _written({**dict.fromkeys(given, question), keys.field_output: ""}, keys).prompt
 
 
 def _raw_text(row: Row, column: str | None) -> str:

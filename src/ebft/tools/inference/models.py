@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from peft import PeftModel
+from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -133,9 +134,10 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, C
     with doing(f"reading the settings in {path}"):
         section = EBFTSection.model_validate({name: given[name] for name in names if name in given})
         template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
-        entries = [DatasetEntry.model_validate(entry) for entry in config.get("datasets") or ()]
-    reward = {name: getattr(section, name) for name in names}
-    return reward, template, f"from {path}", written_prompt(entries)
+    reward, write = {name: getattr(section, name) for name in names}, None
+    with suppress(ValidationError):  # of another release
+        write = written_prompt([DatasetEntry.model_validate(entry) for entry in config.get("datasets") or ()])
+    return reward, template, f"from {path}", write
 
 
 def _check_model(folder: Path) -> None:
