@@ -128,9 +128,8 @@ def test_keys_of_other_tools_are_warnings_in_files_alone(write):
 
 
 def test_datasets_without_a_type_or_path(write):
-    entry = "datasets: [{data_files: [a.json], ds_type: json}]\nrl: dpo\n"
-    found = load_config(write(f"base_model: m\n{entry}", required=False)).datasets[0]
-    assert (found.path, found.type) == ("json", "passthrough")
+    text = "base_model: m\ndatasets: [{data_files: [a.json], ds_type: json}]\nrl: dpo\n"
+    assert [(x.path, x.type) for x in load_config(write(text, required=False)).datasets] == [("json", "passthrough")]
 
 
 ROW = {"path": "rows.jsonl", "type": "ebft_pretrain.transform"}

@@ -17,12 +17,12 @@ def weights(folder):
 def test_means_of_an_incomplete_micro_batch_are_over_rows_or_tokens(method, tmp_path):
     """Three rows as 2 + 1 and as one batch: the loss, its gradient, the metrics."""
     write_inputs(tmp_path, pairs(3))
-    of_tokens = {"dpo_loss_type": "sft"} if method == "sft" else {}
     runs = []
     for size, count in ((3, 1), (2, 2)):
         keys = {"micro_batch_size": size, "gradient_accumulation_steps": count, "max_steps": 1, "adam_epsilon": 1e-3}
+        keys |= {"dpo_loss_type": "sft"} if method == "sft" else {}
         out = tmp_path / f"out{size}"
-        result = trained("dpo" if of_tokens else method, tmp_path, False, output_dir=str(out), **keys, **of_tokens)
+        result = trained("dpo" if method == "sft" else method, tmp_path, False, output_dir=str(out), **keys)
         runs.append((result.trainer.state.log_history[0], weights(out)))
     (whole, expected), (split, found) = runs
     names = [name for name in whole if name.startswith(("logps/", "rewards/", "log_odds", "logits/", "nll"))]

@@ -94,7 +94,7 @@ def test_margins_are_those_of_the_loss_of_trl(make, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "size"), [("process", 1), ("outcome", 4)])
-def test_accumulated_batches_give_the_loss_of_all_their_rows(kind, size, make, monkeypatch):
+def test_accumulated_batches_give_the_loss_of_all_their_rows(kind, size, make):
     """Nine pairs as 4 + 4 + 1, and nine replies one by one."""
     split, whole = (train(make(kind, max_steps=1, micro_batch_size=size, gradient_accumulation_steps=count))
                     .trainer.state.log_history[0]

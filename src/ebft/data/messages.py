@@ -112,9 +112,8 @@ def _as_text(message: Message, number: int) -> Message:
     """The message with its content as text, and with the thinking of a first part (Anthropic, Mistral) in a key."""
     content, is_reply = message.get("content"), message.get("role") == "assistant"
     first = content[0] if is_reply and isinstance(content, list) and content else None
-    if isinstance(first, Mapping) and first.get("type") == "thinking" and not any(map(message.get, THINKING)):
-        if first.get("thinking") is None:
-            raise DataError(f"message {number} has a part of thinking without the key thinking ({first!r:.60}).")
+    is_thinking = isinstance(first, Mapping) and first.get("type") == "thinking" and first.get("thinking") is not None
+    if is_thinking and not any(map(message.get, THINKING)):
         thinking = message_text({**message, "content": first["thinking"]}, number)
         message = {**message, THINKING[0]: thinking, "content": content[1:]}
     return {**message, "content": message_text(message, number)}

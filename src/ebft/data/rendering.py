@@ -69,9 +69,11 @@ class ChatTemplate:
 
     @cached_property
     def thinking_keys(self) -> list[str]:
-        """The keys of an assistant turn with thinking that the template renders."""
+        """The keys of an assistant turn with thinking that the template renders; content: as a part of it."""
         example = {"role": "assistant", "content": "?"}
-        return [key for key in tokens.THINKING if _REPLY in self._text([_ASKED, {**example, key: _REPLY}])]
+        found = [key for key in tokens.THINKING if _REPLY in self._text([_ASKED, {**example, key: _REPLY}])]
+        text = self._text([_ASKED, {**example, "content": _in_parts(_REPLY, "?")}])
+        return found or (["content"] if _REPLY in text and "'type'" not in text else [])  # Python's text of a list
 
     @cached_property
     def special(self) -> list[str]:
@@ -141,12 +143,6 @@ class ChatTemplate:
         return f'"{_REPLY}"' in self._text([_ASKED, calls, {**_RESULT, "content": {_REPLY: _REPLY}}])
 
     @cached_property
-    def _reads_thinking_parts(self) -> bool:
-        """Whether the template writes thinking that is a part of the content (Magistral, Ministral 3)."""
-        text = self._text([_ASKED, {"role": "assistant", "content": _in_parts(_REPLY, "?")}])
-        return _REPLY in text and "'type'" not in text  # Python's text of a list
-
-    @cached_property
     def _doubles_thinking(self) -> bool:
         """Whether the template writes an empty thinking block before the one in a content."""
         if not self.thinking_keys:
@@ -160,12 +156,9 @@ class ChatTemplate:
         """The message with its thinking in a key that the template reads, if there is one."""
         given = next((key for key in tokens.THINKING if message.get(key)), None)
         content = message.get("content")
-        if given is not None and given not in self.thinking_keys:
-            rest = {key: value for key, value in message.items() if key != given}
-            if self.thinking_keys:
-                return {**rest, self.thinking_keys[0]: message[given]}
-            if self._reads_thinking_parts:
-                return {**rest, "content": _in_parts(message[given], content)}
+        if given is not None and self.thinking_keys and given not in self.thinking_keys:
+            key, rest = self.thinking_keys[0], {key: value for key, value in message.items() if key != given}
+            return {**rest, key: _in_parts(message[given], content) if key == "content" else message[given]}
         spans = tokens.thinking_spans(content) if given is None and isinstance(content, str) else []
         starts = len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
         if starts and self._doubles_thinking:

@@ -113,7 +113,12 @@ def idle_keys(config: DataSettings) -> Iterator[str]:
     """Warnings about keys of datasets that are set but have no effect."""
     required, entries = config.required_rows, entries_of(config)
     for where, entry in entries:
-        yield from _unread(where, entry)
+        name = _built_in(entry)
+        for key in READ_BY_SOME if name is not None else ():
+            if key not in TRANSFORMS[name].reads and _is_set(entry, key):
+                readers = {other.partition(".")[0] for other, found in TRANSFORMS.items() if key in found.reads}
+                those = ", ".join(sorted(readers))
+                yield f"{where}.{key} has no effect with type: {entry.type}, which does not read it; {those} do."
         if entry.preprocess_shards is not None:
             yield f"{where}.preprocess_shards has no effect: rows are prepared in batches."
         if entry.trust_remote_code:
@@ -155,17 +160,6 @@ def _idle_labels(where: str, entry: DatasetEntry, roles: list[str], is_strided: 
 def _roles(config: DataSettings) -> list[str]:
     """The key roles_to_train, if its value is not the default, which may be written out."""
     return [] if config.roles_to_train in (None, ["assistant"]) else ["roles_to_train"]
-
-
-def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:
-    name = _built_in(entry)
-    for key in READ_BY_SOME if name is not None else ():
-        if key not in TRANSFORMS[name].reads and _is_set(entry, key):
-            readers = {other.partition(".")[0] for other, found in TRANSFORMS.items() if key in found.reads}
-            yield (
-                f"{where}.{key} has no effect with type: {entry.type}, which does not read it; "
-                f"{', '.join(sorted(readers))} do."
-            )
 
 
 def _is_set(entry: DatasetEntry, key: str) -> bool:
