@@ -73,7 +73,7 @@ class ChatTemplate:
         example = {"role": "assistant", "content": "?"}
         found = [key for key in tokens.THINKING if _REPLY in self._text([_ASKED, {**example, key: _REPLY}])]
         text = self._text([_ASKED, {**example, "content": _in_parts(_REPLY, "?")}])
-        return found or (["content"] if _REPLY in text and "'type'" not in text else [])  # Python's text of a list
+        return found or ["content"] * (_REPLY in text and not re.search("['\"]type['\"]", text))  # a list as text
 
     @cached_property
     def special(self) -> list[str]:
