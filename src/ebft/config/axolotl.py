@@ -85,6 +85,8 @@ _UNSUPPORTED = {
     "dataset_shard_num dataset_shard_idx": "set shards and shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
     "dpo_generate_during_eval generate_during_eval": "remove it; preference methods do not sample",
+    "kto_beta orpo_beta simpo_beta": "set rl_beta",
+    "max_new_tokens": "set trl.max_completion_length",
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
     "dpo_use_liger_kernel dpo_padding_free dpo_use_logits_to_keep": "remove it; TRL's DPOTrainer pads batches, and "
@@ -208,7 +210,7 @@ _IGNORED = {
     "and PEFT load only what is needed, one weight at a time; see fsdp_config.cpu_ram_efficient_loading",
     "freeze_mm_modules": "only the text model is loaded",
     "use_peft": "adapter decides it",
-    "memory": "it belongs to a job",
+    "memory": "it is for schedulers of jobs",
     "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model is_llama_derived_model cls_model_config "
     "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy gptq gptq_groupsize gptq_model_v1 gptq_use_triton "
     "gptq_disable_exllama": _OF_FILES,

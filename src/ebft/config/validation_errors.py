@@ -87,14 +87,11 @@ def _sentence(detail: dict[str, Any], model: type[BaseModel], prefix: str) -> st
 
 def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> str:
     owner = model_at(model, path[:-1])
-    names = list(owner.model_fields) if owner else []
+    names = [name for name in owner.model_fields if name not in IGNORED_KEYS] if owner else []
     name = str(path[-1])
     parent = prefix + "".join(f"{part}." for part in path[:-1])
-    elsewhere = [
-        dotted
-        for dotted in dotted_keys(model, prefix)
-        if dotted.split(".")[-1] == name and name not in IGNORED_KEYS and not model_at(model, (name,))
-    ]
+    is_value = name not in IGNORED_KEYS and model_at(model, (name,)) is None
+    elsewhere = [each for each in dotted_keys(model, prefix) if is_value and each.split(".")[-1] == name]
     dotted = ".".join(map(str, path))
     if dotted in UNSUPPORTED_KEYS:
         return f"{key} is not supported: {UNSUPPORTED_KEYS[dotted]}."
@@ -103,7 +100,7 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     name = name[:_SHOWN]
     words = {*name.lower().split("_")}
     near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
-        full for full in names if words <= {*full.split("_")} and full not in IGNORED_KEYS
+        full for full in names if words <= {*full.split("_")}
     ]
     if near or elsewhere:
         return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
