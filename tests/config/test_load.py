@@ -107,12 +107,12 @@ def test_a_file_that_is_no_config(tmp_path, text, parts):
 
 
 def test_keys_of_other_tools_are_warnings_in_files_alone(write):
-    text = "image: a:1\nint: 1\ntest_datasets: [{path: a, type: completion, notes: [1]}]\nrl: ebft\n"
+    text = "image: a:1\nint: 1\nval_datasets: [{path: a, type: completion, notes: [1]}]\nrl: ebft\n"
     with pytest.warns(UserWarning) as found:
-        config = load_config(write(text), ["ebft.mode=strided", "lr=0.5"])
+        config = load_config(write(text), ["ebft.mode=strided", "lr=0.5", "test_datasets.0.path=b"])
     said = [str(warning.message).partition(" (line ")[0] for warning in found]
     assert {f"Unknown key {key!r}" for key in ("image", "int", "test_datasets.0.notes")} <= {*said}
-    assert config.learning_rate == 0.5
+    assert (config.learning_rate, config.test_datasets[0].path) == (0.5, "b")
     with pytest.raises(ConfigError, match="Unknown key"):
         load_config(write("rl: ebft\n"), ["image=b"])
     for line, known in (("stride: 4", "ebft.stride"), ("rank: 4", "lora_"), ("ebft: {notes: 1}", "")):
@@ -121,8 +121,10 @@ def test_keys_of_other_tools_are_warnings_in_files_alone(write):
 
 
 def test_datasets_without_a_type_or_path(write):
-    text = "base_model: m\ndatasets: [{data_files: [a.json], ds_type: json}]\nrl: dpo\n"
-    assert [(x.path, x.type) for x in load_config(write(text, required=False)).datasets] == [("json", "passthrough")]
+    text = "base_model: m\ndatasets: [{data_files: [a.json], ds_type: json}]\nrl: "
+    for rl in ("dpo", "grpo\ntrl: {reward_funcs: [feature_matching]}"):
+        found = load_config(write(text + rl, required=False)).datasets
+        assert [(x.path, x.type) for x in found] == [("json", "passthrough")]
 
 
 ROW = {"path": "rows.jsonl", "type": "ebft_pretrain.transform"}

@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import EBFTConfig, EBFTTrainer
+from ebft.data.transforms.formats import written_prompt
 from ebft.errors import DataError, ModelError
 from ebft.models.weights import load_gguf_model
 from ebft.printed import printable
@@ -114,7 +115,7 @@ def test_prompts_that_are_too_long(sampler):
 def test_a_session(sampler, capsys, monkeypatch):
     lines = lambda *given: Mock(side_effect=[*given, EOFError])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # control characters are symbols
-    session = Session(sampler, write=None)
+    session = Session(sampler, write=written_prompt([]))
     session.run(lines("say 3", "", "/base", "say 3", "/nothing", "/help"))
     shown = capsys.readouterr().out
     first = sampler.text(sampler.reply_ids(CHAT)[0])

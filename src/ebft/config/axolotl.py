@@ -323,19 +323,24 @@ class CarriedOverKeys(_IgnoredKeys):
 
 
 def _asked(values: Any, unsupported: Iterable[str], other_names: Mapping[str, str]) -> Any:
-    """A mapping without keys that ask for nothing, and with one name of each key."""
+    """A mapping without keys that ask for nothing, and `with_one_name` of each key."""
     if not isinstance(values, dict):
         return values
     nothing = {key: ("",) for key in values.keys() - {"step_separator"}}
     nothing |= dict.fromkeys(unsupported, (None, False, "", [], {}))
-    found = {key: value for key, value in values.items() if value not in nothing.get(key, ())}
+    return with_one_name({key: each for key, each in values.items() if each not in nothing.get(key, ())}, other_names)
+
+
+def with_one_name(values: dict[str, Any], other_names: Mapping[str, str]) -> dict[str, Any]:
+    """The values under one name of each key."""
+    found = {key: value for key, value in values.items() if key not in other_names}
     for name, key in other_names.items():
-        value, given = found.pop(name, None), found.get(key)
-        if given is None and value is not None:
+        value, given = values.get(name), found.get(key)
+        if given in (None, "") and value not in (None, ""):
             found[key] = value
             if name in _FOREIGN:
                 warn(f"{name} is read as {key}, its name here.")
-        elif value not in (None, given):
+        elif value not in (None, "", given):
             warn(f"{name}: {value} has no effect: {key}: {given} is the same key.")
     return found
 
@@ -361,12 +366,12 @@ def _replace_values(found: dict[str, Any]) -> None:
 
 def _of_dataset(entry: Any, run: dict[str, Any]) -> Any:
     """A dataset with the keys of chat templates in place of the older ones of sharegpt, if these do not contradict.
-    Without a type, rows of preference methods are read as they are."""
+    Without a type, rows of preference methods and prompts are read as they are."""
     if not isinstance(entry := _asked(entry, UNSUPPORTED_IN_DATASETS, {}), dict):
         return entry
     if "path" not in entry and entry.get("data_files") and entry.get("ds_type"):
         entry["path"] = entry["ds_type"]
-    if entry.get("type") is None and run.get("rl") in ("dpo", "ipo", "orpo", "kto", "simpo"):
+    if entry.get("type") is None and run.get("rl") in ("dpo", "ipo", "orpo", "kto", "simpo", "grpo", "gdpo"):
         entry["type"] = "passthrough"
     named, known = entry.get("conversation"), _CONVERSATIONS.get(str(entry.get("conversation")))
     template = entry.get("chat_template") or run.get("chat_template") or known

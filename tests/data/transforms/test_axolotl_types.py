@@ -48,11 +48,12 @@ def test_alpaca(texts, row, prompt):
 @pytest.mark.parametrize(("type", "prompt"), [
     ("alpaca", ALPACA.removeprefix("<|begin|>")),
     ({"field_instruction": "t.en", "format": "[{instruction}] "}, "[Add.] "),
-    ("completion", "Add."), ("chat_template", None),
+    ("completion", "Add."),
+    ("chat_template", [{"role": "system", "content": "Sum."}, {"role": "user", "content": "Add."}]),
 ])  # fmt: skip
 def test_how_inference_writes_a_question(type, prompt):
-    write = written_prompt([DatasetEntry(path="rows.jsonl", type=type)])
-    assert (write and write("Add.")) == prompt
+    keys = {"system_prompt": "Sum."} if type == "chat_template" else {}
+    assert written_prompt([DatasetEntry(path="rows.jsonl", type=type, **keys)])("Add.") == prompt
 
 
 @pytest.mark.parametrize("type", ["alpaca_chat", "alpaca_chat.load_qa"])

@@ -133,11 +133,14 @@ def _prompt_format(name: str, entry: Any) -> PromptFormat:
     return PromptFormat(**PROMPTS[name]) if name == "alpaca" else entry.user_defined or PromptFormat()
 
 
-def written_prompt(entries: Sequence[Any]) -> Callable[[str], str] | None:
-    """How datasets with these entries write a question as text: as the first does. None if any has another format."""
+def written_prompt(entries: Sequence[Any]) -> Callable[[str], str | list[Message]]:
+    """How datasets with these entries write a question: as the first does if all are texts, or else as a chat, with the
+    `system_prompt` that all share."""
     formats = [name and TRANSFORMS[name].format for name in (built_in(entry.type) for entry in entries)]
     if not formats or not {*formats} <= {"text", "texts", "segments", "alpaca", "user_defined"}:
-        return None
+        prompts = {entry.system_prompt for entry in entries}
+        system = [{"role": "system", "content": text} for text in prompts if text and len(prompts) == 1]
+        return lambda question: [*system, {"role": "user", "content": question}]
     if formats[0] not in ("alpaca", "user_defined"):
         return str
     keys = _prompt_format(formats[0], entries[0])

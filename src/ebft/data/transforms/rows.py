@@ -55,6 +55,8 @@ def built_in_transform(name: str, cfg: Any, dataset: Any, **kwargs: Any) -> Tran
         return _preferences(dataset, read, kind)
     if kind == "comparisons":
         return _comparisons(cfg, dataset, read)
+    if kind == "prompts" and found.format == "as_is":
+        return lambda example, tokenizer=None: {name: value_of(example, name) for name in example}, {}
     if kind == "prompts":
         return _prompts(dataset, read, found.replies)
     if found.format in ("texts", "alpaca", "user_defined"):

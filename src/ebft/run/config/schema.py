@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from ebft.config.axolotl import SAME_KEYS
+from ebft.config.axolotl import SAME_KEYS, with_one_name
 from ebft.config.keys.serving import ServerSettings
 from ebft.config.section import Section
 from ebft.config.user_functions import search_folders, with_plugin_args
@@ -109,7 +109,8 @@ def _place(path: str | os.PathLike[str], key: str) -> str:
         node = YAML(typ="safe", pure=True).compose(Path(path).expanduser())
         for part in key.split("."):
             pairs = node.value if isinstance(node.value[0], tuple) else [(each, each) for each in node.value]
-            named = (pair for number, pair in enumerate(pairs) if part in (pair[0].value, str(number)))
+            same = (part, *(name for name, own in SAME_KEYS.items() if own == part))
+            named = (pair for number, pair in enumerate(pairs) if pair[0].value in same or part == str(number))
             start, node = next(named)
         return f" (line {start.start_mark.line + 1})"
     return ""
@@ -141,6 +142,7 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if not isinstance(values, dict):
         given = "is empty" if values is None else f"is {values!r:.60}"
         raise ConfigError(f"Config file {name} {given}; expected key: value, with at least base_model and datasets.")
+    values = with_one_name(values, SAME_KEYS)
     apply_overrides(values, overrides)
     return values
 
@@ -150,7 +152,8 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     for override in overrides:
         try:
             key, value = _split(override)
-            _assign(values, SAME_KEYS.get(key, key).split("."), value)
+            first, *rest = key.split(".")
+            _assign(values, [SAME_KEYS.get(first, first), *rest], value)
         except ConfigError as error:
             raise ConfigError(f"Invalid override {shortened(override, _SHOWN)!r}: {error}") from None
 

@@ -233,7 +233,8 @@ def inference(
         if is_wrong:
             raise ConfigError(message)
     say_loading()
-    from ebft.tools.inference.models import model_in_folder, model_of_run  # what follows imports torch
+    from ebft.data.transforms.formats import written_prompt  # what follows imports torch
+    from ebft.tools.inference.models import model_in_folder, model_of_run
     from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 
     loaded = model_in_folder(str(folder), base_model) if config is None else model_of_run(config, folder)
@@ -242,9 +243,13 @@ def inference(
             pass
     sampler = Sampler(loaded, SamplingOptions(max_new_tokens, temperature, top_p, top_k, seed))
     has_template = loaded.tokenizer.chat_template is not None
-    write = loaded.write if completion is None else str if completion else None
-    if completion is None and has_template and write is not None:
-        sample = write("...")
+    write = loaded.write if completion is None else str if completion else written_prompt(())
+    sample = write("...")
+    if isinstance(sample, list) and not has_template:
+        write = str
+    elif isinstance(sample, list) and len(sample) > 1:
+        say(f"System message, from system_prompt of the datasets: {sample[0]['content']!r}", err=True)
+    elif isinstance(sample, str) and completion is None and has_template:
         form = "plain text" if sample == "..." else repr(sample)
         say(f"The prompt is continued as {form}, as the model was trained; --chat asks in chat format.", err=True)
     scorer = Scorer(sampler, samples) if reference is not None else None
@@ -256,7 +261,7 @@ def inference(
                 "closer to the reference. Increase --samples, best to n_samples_per_prompt of the run.",
                 err=True,
             )
-    session = Session(sampler, write if write is not None or has_template else str, base, compare, scorer, reference)
+    session = Session(sampler, write, base, compare, scorer, reference)
     if asked is None:
         session.run()
     else:

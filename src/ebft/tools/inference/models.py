@@ -20,6 +20,7 @@ from ebft.config.keys.data import DatasetEntry
 from ebft.config.keys.models import ModelSettings
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
+from ebft.data.messages import Message
 from ebft.data.transforms.formats import written_prompt
 from ebft.errors import ModelError, doing, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
@@ -37,7 +38,7 @@ class Loaded:
     """A trained model in eval mode, with its tokenizer; the base model is loaded when it is first needed.
 
     `reward`: options of `FeatureMatchingReward`, and where they are from; `template`: extra arguments of the chat
-    template; `write`: how questions are written if it was trained on text without a chat format.
+    template; `write`: how questions are written, as the datasets do.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Loaded:
     reward: dict[str, Any] = field(default_factory=dict)
     template: dict[str, Any] | None = None
     reward_origin: str = "defaults"
-    write: Callable[[str], str] | None = None
+    write: Callable[[str], str | list[Message]] = written_prompt(())
 
     @property
     def reward_settings(self) -> str:
@@ -123,18 +124,18 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_of_run(folder))
 
 
-def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, Callable[[str], str] | None]:
+def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, Callable[[str], str | list[Message]]]:
     """For a model in a folder: options of the reward, arguments of the chat template, their origin, `write`."""
     found = run_of_model(folder)
     if found is None:
         origin = f"defaults: {folder} has no run.json of its run. Give the config of the run to use its settings"
-        return {}, None, origin, None
+        return {}, None, origin, written_prompt(())
     path, config = found
     given, trl, names = config.get("ebft") or {}, config.get("trl") or {}, option_names(RewardOptions)
     with doing(f"reading the settings in {path}"):
         section = EBFTSection.model_validate({name: given[name] for name in names if name in given})
         template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
-    reward, write = {name: getattr(section, name) for name in names}, None
+    reward, write = {name: getattr(section, name) for name in names}, written_prompt(())
     with suppress(ValidationError):  # of another release
         write = written_prompt([DatasetEntry.model_validate(entry) for entry in config.get("datasets") or ()])
     return reward, template, f"from {path}", write

@@ -183,13 +183,13 @@ class _Printed(TextStreamer):
 
 
 class Session:
-    """A conversation, or completions of texts that `write` makes of prompts, of a trained model, its base or both;
+    """A conversation, or completions of texts, as `write` makes of prompts, of a trained model, its base or both;
     rewards with a `scorer`."""
 
     def __init__(
         self,
         sampler: Sampler,
-        write: Callable[[str], str] | None,
+        write: Callable[[str], str | list[Message]],
         base: bool = False,
         compare: bool = False,
         scorer: Scorer | None = None,
@@ -219,7 +219,7 @@ class Session:
 
     def run(self, read: Callable[[str], str] = input) -> None:
         """Read prompts and answer them until the end of input, /exit or Ctrl-C."""
-        kind = "chat" if self._write is None else "completion"
+        kind = "completion" if isinstance(self._write("..."), str) else "chat"
         say(f"{self._sampler.loaded.name}: {kind}. /help shows the commands; Ctrl-D ends the session.")
         while True:
             try:
@@ -247,12 +247,13 @@ class Session:
                     say(error, err=True)
 
     def _prompt(self, text: str, base: bool) -> str | list[Message]:
-        return [*self._messages[base], {"role": "user", "content": text}] if self._write is None else self._write(text)
+        asked = self._write(text)
+        return asked if isinstance(asked, str) else [*(self._messages[base] or asked[:-1]), asked[-1]]
 
     def _reply(self, text: str, base: bool, streamer: TextStreamer | None = None) -> str:
         prompt = self._prompt(text, base)
         reply = self._sampler.text(self._sampler.reply_ids(prompt, base, streamer=streamer)[0])
-        if self._write is None:
+        if isinstance(prompt, list):
             self._messages[base] = [*prompt, {"role": "assistant", "content": reply}]
         return reply
 
