@@ -76,6 +76,13 @@ class ChatTemplate:
         return found or ["content"] * (_REPLY in text and not re.search("['\"]type['\"]", text))  # a list as text
 
     @cached_property
+    def opened(self) -> str:
+        """What the template writes where a reply starts, if it opens a thinking block, else an empty text."""
+        given, asked = self._text([_ASKED]), self._text([_ASKED], add_generation_prompt=True)
+        opened = asked[len(commonprefix([given, asked])) :]
+        return opened if tokens.TAG.search(opened) else ""
+
+    @cached_property
     def special(self) -> list[str]:
         """The texts of the tokenizer's special tokens."""
         return tokens.special_texts(self.tokenizer)
@@ -200,10 +207,10 @@ class ChatTemplate:
         start = text[len(done) :].lstrip() if done and text.startswith(done) else ""
         return max((token for token in self.special if token and start.startswith(token)), key=len, default="")
 
-    def _text(self, messages: list[Message]) -> str:
+    def _text(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """The text of an example, empty if the template refuses it."""
         try:
-            return self._apply(messages, False)
+            return self._apply(messages, add_generation_prompt)
         except DataError:
             return ""
 

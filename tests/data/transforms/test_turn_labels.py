@@ -105,3 +105,13 @@ def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
         assert trained(CHAT[1:3]) == "Hi ( [Hello] )"
     with pytest.raises(DataError, match="train_on_eos: none needs a chat template that ends turns"):
         trained(CHAT[1:3], {"train_on_eos": "none"})
+
+
+def test_a_template_that_starts_replies_with_thinking(trained, tokenizer, recwarn):
+    tokenizer.chat_template = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    assert "( [hm] [</think>] [Hello] [END] )" in trained([CHAT[1], assistant("<think>\nhm\n</think> Hello")])
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match="starts new replies with .*<think>.*, but renders replies of the rows without"
+    ):
+        trained(CHAT[1:3])

@@ -151,6 +151,8 @@ class _Chats:
         self.omissions.check(messages, template, turns, found.text)
         places = found.turns(turns)
         trained, ends = trained_ranges(found, places, eos)
+        if messages[turns[-1]]["role"] == "assistant":
+            self.omissions.check_start(template, found.text, places[-1].start)
         if eos != "none":
             for index, place in zip(turns, places, strict=True):
                 self.omissions.check_end(messages[index], found.text[place.ends : place.stop])
