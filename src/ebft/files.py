@@ -379,10 +379,9 @@ def first_weights(folder: Path, names: Iterable[str]) -> Path | None:
 def indexed_files(index: Path) -> list[Path]:
     """The files that an index of weights names. Raises OSError or ValueError if it names none."""
     places = json_object(index).get("weight_map")
-    names = list(places.values()) if isinstance(places, dict) else [places]
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if not names or wrong is not None:
-        raise ValueError(f"weight_map must name the file of each tensor, got {wrong!r:.60}")
+    names = list(places.values()) if isinstance(places, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"weight_map must name the file of each tensor, got {places!r:.60}")
     return [index.parent / name for name in sorted(set(names))]
 
 

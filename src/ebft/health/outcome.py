@@ -234,8 +234,8 @@ def _change(name: str, values: list[float], greater: bool, level: float, correla
     if error is None:
         return Change(name, values[0], values[-1], None, None, None, greater)
     many = len(values) if correlation else _LONGEST  # the number of blocks does not grow
-    limits = [series_quantile(len(values), level, correlation), series_quantile(many, level)]
-    return Change(name, values[0], values[-1], error, *(error * limit for limit in limits), greater)
+    first, last = series_quantile(len(values), level, correlation), series_quantile(many, level)
+    return Change(name, values[0], values[-1], error, error * first, error * last, greater)
 
 
 def _values(log_history: list[dict[str, Any]], name: str) -> list[float]:
