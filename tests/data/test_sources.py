@@ -125,6 +125,7 @@ def test_links_to_folders_are_followed(write):
           ("a.jsonl", LINE * 16 + '{"text": a}\n', r"line 17: not valid JSON \(Expecting value"),
           ("a.jsonl", LINE + '{"m": {"k": 1, "k": 2}}', "line 2: the key 'k' occurs 2 times in an object"),
           ("a.jsonl", '{"n": 1e999}', "line 1: the number 1e999 is too large"),
+          ("a.jsonl", LINE + r'{"t": "\uD83D\uDE00 \uD83D"}', "line 2: .* surrogates not allowed"),
           ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: not valid UTF-8"),
           ("a.json", '[{"text": "a"}, 3]', "row 1: a row must be a JSON object, got 3"),
           ("a.json", '[{"text": "a"}]\n{"text": "b"}', "line 1: not valid JSON .text after the end of the list"),

@@ -102,6 +102,8 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
                 if not isinstance(row, dict):
                     raise ValueError(f"a row must be a JSON object, got {row!r:.60}")
                 count += 1
+                if not is_checked and "\\u" in text:
+                    json.dumps(row, ensure_ascii=False).encode()  # raises for one half of a pair of surrogates
                 yield row
     except (RecursionError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
