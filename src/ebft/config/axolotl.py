@@ -85,7 +85,6 @@ _UNSUPPORTED = {
     "dataset_shard_num dataset_shard_idx": "set shards and shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
     "dpo_generate_during_eval generate_during_eval": "remove it; preference methods do not sample",
-    "kto_beta orpo_beta simpo_beta": "set rl_beta",
     "max_new_tokens": "set trl.max_completion_length",
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
@@ -143,6 +142,7 @@ _ELSEWHERE = {
     "num_epochs": "epochs num_train_epochs",
     "optimizer": "optim",
     "revision_of_model": "model_revision",
+    "rl_beta": "beta kto_beta orpo_beta simpo_beta",
     "sequence_len": "max_length max_seq_len max_seq_length cutoff_len seq_len max_len",
     "tokenizer_config": "tokenizer_path tokenizer_name",
     "train_on_inputs": "train_on_input",
@@ -209,7 +209,7 @@ _IGNORED = {
     "embeddings_skip_upcast qlora_sharded_model_loading low_cpu_mem_usage base_model_ignore_patterns": "transformers "
     "and PEFT load only what is needed, one weight at a time; see fsdp_config.cpu_ram_efficient_loading",
     "freeze_mm_modules": "only the text model is loaded",
-    "use_peft": "adapter decides it",
+    "use_peft use_qlora": "adapter decides it",
     "memory": "it is for schedulers of jobs",
     "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model is_llama_derived_model cls_model_config "
     "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy gptq gptq_groupsize gptq_model_v1 gptq_use_triton "
@@ -301,6 +301,9 @@ _FIELDS: dict[str, Any] = {
 _IgnoredKeys: type[Section] = create_model("_IgnoredKeys", __base__=Section, __module__=__name__, **_FIELDS)
 
 
+_PREFERENCES, _WITH_KL = ("dpo", "ipo", "orpo", "kto", "simpo"), ("grpo", "gdpo")
+
+
 class CarriedOverKeys(_IgnoredKeys):
     """Keys of configs for other trainers, accepted so that those configs can be loaded."""
 
@@ -313,6 +316,11 @@ class CarriedOverKeys(_IgnoredKeys):
         found = _asked(data, UNSUPPORTED_KEYS.keys() | SINGLE | {"bfloat16", "float16"}, SAME_KEYS)
         without = {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS}
         found["trl"] = _asked(found.get("trl"), without, _OF_TRL) or None
+        trl = found["trl"] if isinstance(found["trl"], dict) else {}
+        if found.get("rl") in _WITH_KL and found.get("rl_beta") is not None:  # two names of one coefficient
+            found["trl"] = {"beta": found.pop("rl_beta"), **trl}
+        elif found.get("rl") in _PREFERENCES and "beta" in trl:
+            found["rl_beta"] = trl.pop("beta")
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
@@ -371,7 +379,7 @@ def _of_dataset(entry: Any, run: dict[str, Any]) -> Any:
         return entry
     if "path" not in entry and entry.get("data_files") and entry.get("ds_type"):
         entry["path"] = entry["ds_type"]
-    if entry.get("type") is None and run.get("rl") in ("dpo", "ipo", "orpo", "kto", "simpo", "grpo", "gdpo"):
+    if entry.get("type") is None and run.get("rl") in (*_PREFERENCES, *_WITH_KL):
         entry["type"] = "passthrough"
     named, known = entry.get("conversation"), _CONVERSATIONS.get(str(entry.get("conversation")))
     template = entry.get("chat_template") or run.get("chat_template") or known

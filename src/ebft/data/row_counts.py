@@ -93,7 +93,7 @@ _MEDIA = {
 }
 _SYSTEM = (
     "text, but this type has no place for a system message. Use a type of chats, a mapping of columns as type "
-    "({field_system: ...}), or set drop_system_message: true to leave it out"
+    "with {system} in prompt_format, or set drop_system_message: true to leave it out"
 )
 
 
