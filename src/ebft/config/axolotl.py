@@ -301,7 +301,7 @@ _FIELDS: dict[str, Any] = {
 _IgnoredKeys: type[Section] = create_model("_IgnoredKeys", __base__=Section, __module__=__name__, **_FIELDS)
 
 
-_PREFERENCES, _WITH_KL = ("dpo", "ipo", "orpo", "kto", "simpo"), ("grpo", "gdpo")
+_PREFERENCES, _OF_REWARDS = ("dpo", "ipo", "orpo", "kto", "simpo"), ("grpo", "gdpo")
 
 
 class CarriedOverKeys(_IgnoredKeys):
@@ -317,7 +317,7 @@ class CarriedOverKeys(_IgnoredKeys):
         without = {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS}
         found["trl"] = _asked(found.get("trl"), without, _OF_TRL) or None
         trl = found["trl"] if isinstance(found["trl"], dict) else {}
-        if found.get("rl") in _WITH_KL and found.get("rl_beta") is not None:  # two names of one coefficient
+        if found.get("rl") in (*_OF_REWARDS, "ebft") and found.get("rl_beta") is not None:  # two names of one coefficient
             found["trl"] = {"beta": found.pop("rl_beta"), **trl}
         elif found.get("rl") in _PREFERENCES and "beta" in trl:
             found["rl_beta"] = trl.pop("beta")
@@ -379,7 +379,7 @@ def _of_dataset(entry: Any, run: dict[str, Any]) -> Any:
         return entry
     if "path" not in entry and entry.get("data_files") and entry.get("ds_type"):
         entry["path"] = entry["ds_type"]
-    if entry.get("type") is None and run.get("rl") in (*_PREFERENCES, *_WITH_KL):
+    if entry.get("type") is None and run.get("rl") in (*_PREFERENCES, *_OF_REWARDS):
         entry["type"] = "passthrough"
     named, known = entry.get("conversation"), _CONVERSATIONS.get(str(entry.get("conversation")))
     template = entry.get("chat_template") or run.get("chat_template") or known
