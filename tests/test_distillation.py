@@ -109,7 +109,6 @@ def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
     for error, words, changes in (
         (errors.ConfigError, "temperature cannot be set here", {"trl": {"generation_kwargs": {"temperature": 2.0}}}),
         (errors.DataError, "training row 0 has several turns", {"rows": turns}),
-        (errors.DataError, "3 prompts are fewer than the 4", {"rows": TEXTS[:3]}),
         (errors.DataError, "row 0: .* exceed .* positions",
          {"rows": long, "sequence_len": 512,
           "sdft": {"teacher_prompt_template": "{prompt}" * 5 + "{privileged_context}"}}),

@@ -183,7 +183,7 @@ def test_two_completions_have_no_diversity_gradient_with_a_common_baseline(tmp_p
 
 def test_steps_count_prompts():
     made = structured(trl={"num_generations": 4}, micro_batch_size=2, gradient_accumulation_steps=4, num_epochs=3)
-    # 8 completions per step are 2 prompts; 11 prompts fill 5 steps, the last prompt is left out.
-    assert planned_steps(made, CPU, rows=11) == 15
+    # 8 completions per step are 2 prompts; 11 prompts are 6 steps, the last of which has one prompt of the others.
+    assert planned_steps(made, CPU, rows=11) == 18
     twice = structured(trl={"num_generations": 2, "num_iterations": 2, "generation_batch_size": 8}, micro_batch_size=2)
     assert planned_steps(twice, CPU, rows=8) == 16  # 4 prompts per generation of 4 micro-steps, each used twice

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from trl.trainer.utils import RepeatSampler
 
 from ebft import EBFTTrainer
 from ebft.errors import NonFiniteLossError
 from ebft.monitor.metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
+from ebft.structured.trl import EpochSampler
 from tests.reward_functions.functions import lengths
 from tests.structured import conftest, oracle, short_run
 from tests.structured.trainers import arguments, logged, one_step, rows
@@ -22,6 +24,17 @@ def is_unchanged_by_training(trainer):
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
     return all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
+
+
+def test_an_epoch_has_all_prompts():
+    """In the order of TRL's sampler, which leaves out those that fill no batch."""
+    plain, ours = RepeatSampler(range(7), 2, 3, 2, seed=5), EpochSampler(RepeatSampler(range(7), 2, 3, 2, seed=5))
+    for _ in range(3):
+        theirs, found = list(plain), list(ours)
+        assert found[: len(theirs)] == theirs and {*found} == {*range(7)} and len(found) == len(ours) == 36
+    ours.set_epoch(2)
+    assert list(ours) == found
+    assert list(EpochSampler(RepeatSampler(range(2), 1, 5, shuffle=False))) == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("adaptive", "floor"), [(True, 1), (True, 20), (False, 1)])

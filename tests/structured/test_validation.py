@@ -46,7 +46,6 @@ def test_the_completion_of_rows_for_sft_is_the_reference(chat_tokenizer, build):
     (of(*"ab c"), DataError, "1 rows whose ground_truth is empty .* row 2"),
     (of(*["b " * 300] * 3), DataError, r"max_position_embeddings \(512\)"),
     (of(*"abc").rename_column("ground_truth", "answer"), DataError, "no column ground_truth or .* but prompt, answer"),
-    (of("b"), DataError, "1 prompts are fewer than the 3 of one generation"),
     ({"bias": "all"}, ModelError, "parameters of the base model are trainable"),
     ({"init_lora_weights": "pissa"}, ModelError, "modifies the base"),
 ])  # fmt: skip

@@ -168,7 +168,7 @@ class GRPO(Method):
         samples_per_micro_step = config.micro_batch_size * machine.processes
         completions = trl.generation_batch_size or samples_per_micro_step * accumulation
         prompts = max(1, completions // trl.num_generations)
-        micro_steps = rows // prompts * (completions // samples_per_micro_step) * (trl.num_iterations or 1)
+        micro_steps = math.ceil(rows / prompts) * (completions // samples_per_micro_step) * (trl.num_iterations or 1)
         return max(1, math.ceil(micro_steps / accumulation))
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from string import Formatter
@@ -154,9 +155,9 @@ class SDFT(Method):
         return with_teacher
 
     def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
-        """Each prompt has `num_generations` rows of a batch; TRL leaves out prompts that fill no step."""
+        """Each prompt has `num_generations` rows of a batch."""
         per_step = config.micro_batch_size * config.gradient_accumulation_steps // config.trl.num_generations
-        return max(1, rows // max(1, per_step))
+        return max(1, math.ceil(rows / max(1, per_step)))
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         trl = config.trl

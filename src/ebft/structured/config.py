@@ -176,7 +176,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> None:
-    """Raise DataError for rows without a reference or with turns that would be left out, and for too few rows."""
+    """Raise DataError for rows without a reference or with turns that would be left out."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_rows(f"{name}[{key!r}]", part, args, needs_reference)
@@ -213,12 +213,6 @@ def _problems_of_rows(name: str, dataset: Any, args: Any, needs_reference: bool)
     empty = [i for i, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]
     if empty:
         yield f"{name} has {len(empty)} rows whose ground_truth is empty or not text, starting with row {empty[0]}."
-    prompts = args.generation_batch_size // args.num_generations
-    if name == "train_dataset" and len(dataset) < prompts:
-        yield (
-            f"{len(dataset)} prompts are fewer than the {prompts} of one generation batch: generation_batch_size "
-            f"{args.generation_batch_size} by num_generations {args.num_generations}. Reduce the batch size."
-        )
 
 
 def check_interactive(args: Any, reward_funcs: list, trainer_kwargs: dict[str, Any]) -> bool:

@@ -340,7 +340,8 @@ def positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
 
 
 class EpochSampler(RepeatSampler):
-    """A `RepeatSampler` with `set_epoch`: epoch e gets the order that RepeatSampler gives in its e-th iteration.
+    """The order of a `RepeatSampler` in epoch e, its e-th iteration, and all rows: it leaves the last ones out if they
+    fill no batch, which the first rows of the epoch fill here.
 
     RepeatSampler draws each order from a generator that continues, so that a resumed run would start again with the
     order of epoch 0.
@@ -355,12 +356,20 @@ class EpochSampler(RepeatSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        rows = list(range(self.num_samples))
         if self.shuffle:
             self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-        yield from super().__iter__()
+            for _ in range(self.epoch + 1):
+                rows = torch.randperm(self.num_samples, generator=self.generator).tolist()
+        rows += (rows * self.batch_size)[: -len(rows) % self.batch_size]
+        for start in range(0, len(rows), self.batch_size):
+            for row in rows[start : start + self.batch_size] * self.repeat_count:
+                yield from [row] * self.mini_repeat_count
         self.epoch += 1
+
+    def __len__(self) -> int:
+        batches = math.ceil(self.num_samples / self.batch_size)
+        return batches * self.batch_size * self.mini_repeat_count * self.repeat_count
 
 
 class HeldOutCompletions:
