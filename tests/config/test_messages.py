@@ -225,8 +225,6 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     (dataset(type="completion", roles={"user": ["a"]}), "...roles has no effect with type: completion, which does"),
     (dataset(trust_remote_code=True), "datasets.0.trust_remote_code has no effect..."),
     ({**dataset(train_on_eos="all"), **STRIDED}, "datasets.0.train_on_eos: all has the effect of turn in strided ..."),
-    ({**dataset(type="chat_template.transform_prompts", field_tools="functions"), **GRPO},
-     "datasets.0.field_tools: no effect with rl: grpo..."),
     *(case for key, value in (("roles_to_train", ["user"]), ("train_on_eos", "none"), ("message_field_training", "t"))
       for case in (
           ({**dataset(type="chat_template.transform_prompts", **{key: value}), **GRPO},

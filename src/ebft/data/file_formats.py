@@ -72,13 +72,15 @@ def files_by_split(root: Path, kind: str | None, source: str) -> dict[str, list[
     return splits
 
 
-def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, source: str) -> None:
-    """Warn of text files that are not in the splits `wanted`: a document can be called the-test-of-time.txt."""
+def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, root: Path) -> None:
+    """Warn of files that are not in the splits `wanted`, unless each that is read names its split, as train.jsonl does:
+    a document can be called the-test-of-time.txt, and a table unit-test-gen.jsonl."""
     named = {part.partition("[")[0].strip() for part in wanted.split("+")}
-    others = ((split, *file) for split, some in files.items() if split not in named for file in some)
-    if left := [f"{path.name} ({split})" for split, path, kind in others if kind == "text"]:
+    read = [path for split, some in files.items() if split in named for path, _ in some]
+    left = [f"{path.name} ({split})" for split, some in files.items() if split not in named for path, _ in some]
+    if left and not all(_SPLIT_WORD.search(path.relative_to(root).as_posix().lower()) for path in read):
         warnings.warn(
-            f"{source}: text files are not read, since their names belong to another split than {wanted}: "
+            f"{root}: files are not read, since their names belong to another split than {wanted}: "
             f"{shortened(', '.join(left))}. Name them in data_files if they are not of that split.",
             stacklevel=2,
         )

@@ -160,7 +160,7 @@ def local_files(path: Path, entry: Any) -> dict[str, list[tuple[Path, str]]]:
             split: file_formats.kinds_of(files, kind, entry.path) for split, files in named_files(path, entry).items()
         }
     found = file_formats.files_by_split(path, kind, entry.path)
-    file_formats.warn_of_other_splits(found, entry.split, entry.path)
+    file_formats.warn_of_other_splits(found, entry.split, path)
     return found
 
 

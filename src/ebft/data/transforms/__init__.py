@@ -120,7 +120,7 @@ TRANSFORMS: dict[str, BuiltIn] = {
         for style in ("chatml", "llama3")
         for name, rows in _STYLED.items()
     },
-    "passthrough": BuiltIn("as_is", (*_BOTH, *_PROMPTS), reads=_NO_SYSTEM),
+    "passthrough": BuiltIn("as_is", (*_BOTH, *_PROMPTS), reads=("drop_system_message", "field_tools")),
     USER_DEFINED: BuiltIn("mapping", _BOTH),
 }
 

@@ -56,7 +56,8 @@ def built_in_transform(name: str, cfg: Any, dataset: Any, **kwargs: Any) -> Tran
     if kind == "comparisons":
         return _comparisons(cfg, dataset, read)
     if kind == "prompts" and found.format == "as_is":
-        return lambda example, tokenizer=None: {name: value_of(example, name) for name in example}, {}
+        given = lambda row: {name: value_of(row, name) for name in row}
+        return lambda row, tokenizer=None: given(row) | chats.template_columns(row, dataset), {}
     if kind == "prompts":
         return _prompts(dataset, read, found.replies)
     if found.format in ("texts", "alpaca", "user_defined"):

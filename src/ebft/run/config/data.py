@@ -130,9 +130,6 @@ def idle_keys(config: DataSettings) -> Iterator[str]:
     found = [f"{where}.{key}" for where, entry in entries for key in LABELS if _is_set(entry, key)] + _roles(config)
     if found:
         yield f"{', '.join(found)}: no effect with {required.method}, which determines the turns that are trained on."
-    tools = [f"{where}.field_tools" for where, entry in entries if _is_set(entry, "field_tools")]
-    if tools:
-        yield f"{', '.join(tools)}: no effect with {required.method}, which renders chats without tools of rows."
 
 
 # Transforms that determine the turns that are trained on.
