@@ -65,7 +65,9 @@ def check_loading_and_merging(config, tokenizer, folder):
     torch.manual_seed(7)  # new rows that are not saved would have other values
     loaded = adapter.load_saved_adapter(load.load_base_model(config, tokenizer), str(folder), len(tokenizer))
     assert torch.equal(logits(loaded), expected)
-    continued = load.load_model(config.model_copy(update={"lora_model_dir": str(folder)}), tokenizer)
+    other = config.model_copy(update={"lora_model_dir": str(folder), "peft_layers_to_transform": [0]})
+    with pytest.warns(UserWarning, match=r"peft_layers_to_transform: \[0\] has no effect: the adapter in"):
+        continued = load.load_model(other, tokenizer)
     assert torch.equal(logits(continued), expected) and any(weight.requires_grad for weight in continued.parameters())
     assert torch.equal(logits(model_in_folder(str(folder)).tuned), expected)
     other = config.model_copy(update={"resize_token_embeddings_to_32x": False})

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 # Keys of a config, and the settings of a saved adapter that replace them.
 _SAVED_SETTINGS = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 _SAVED_SETTINGS |= {"lora_target_modules": "target_modules", "lora_rank_pattern": "rank_pattern"}
-_SAVED_SETTINGS |= {"lora_alpha_pattern": "alpha_pattern"}
+_SAVED_SETTINGS |= {"lora_alpha_pattern": "alpha_pattern", "lora_modules_to_save": "modules_to_save"}
+_SAVED_SETTINGS |= {"lora_target_parameters": "target_parameters", "peft_layers_to_transform": "layers_to_transform"}
 _SAVED_SETTINGS |= {"peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora"}
 _TARGETS = ("target_modules", "target_linear", "target_linear_modules", "target_parameters", "modules_to_save")
 
