@@ -26,7 +26,7 @@ from ebft.data import row_counts
 from ebft.data.apply import FEATURES
 from ebft.data.rendering import ChatTemplate
 from ebft.data.tables import map_rows, rows_at_once
-from ebft.data.transforms.rows import IGNORE
+from ebft.data.transforms.rows import IGNORE, MASKS
 
 _TOKENS = ("input_ids", "labels")
 
@@ -230,9 +230,6 @@ class PackedRows(torch.utils.data.Dataset):
         return {"documents": [self.rows[i] for i in self.packs[index]]}
 
 
-_MASKS = ("completion_mask", "assistant_masks")  # of TRL
-
-
 def pack_and_report(rows: Any, length: int, in_order: bool = False) -> PackedRows:
     """`pack_rows`, with a line on the terminal about the result."""
     packed = pack_rows(rows, length, in_order)
@@ -327,7 +324,7 @@ class DocumentCollator:
         given = lambda row, name: torch.as_tensor(row[name], dtype=torch.long) if name in row else None
         ids, masks, labels = ([given(row, name) for row in rows] for name in ("input_ids", "attention_mask", "labels"))
         masks = [torch.ones_like(tokens) if mask is None else mask for tokens, mask in zip(ids, masks)]
-        trained = lambda row, mask: torch.stack([mask, *(torch.as_tensor(row[n]) for n in _MASKS if n in row)]).prod(0)
+        trained = lambda row, mask: torch.stack([mask, *(torch.as_tensor(row[n]) for n in MASKS if n in row)]).prod(0)
         labels = [
             tokens.masked_fill(trained(row, mask) == 0, IGNORE) if label is None else label
             for row, tokens, mask, label in zip(rows, ids, masks, labels)
@@ -363,7 +360,7 @@ def _turns(row: dict[str, Any], labels: Tensor, positions: Tensor | None) -> lis
     starts = [0] if positions is None else positions.eq(0).nonzero().flatten().tolist()
     edges = [pad(part.ne(IGNORE).int(), (1, 1)).diff() for part in labels.tensor_split(starts[1:])]
     runs = [torch.stack([edge.eq(sign).nonzero().flatten() for sign in (1, -1)], dim=-1) for edge in edges]
-    if "labels" not in row and not row.keys().isdisjoint(_MASKS):
+    if "labels" not in row and not row.keys().isdisjoint(MASKS):
         return runs
     if any(len(of_document) > 1 for of_document in runs):
         warnings.warn(

@@ -95,8 +95,11 @@ def test_rows_of_tokens_are_the_rows_that_they_were_made_of(tokenizer):
             assert found["turn_spans"] == row["turn_spans"] == [[1, 2], [3, 4]]
     (found,) = tokenised(tokenizer, "tokens", {"input_ids": row["input_ids"]})
     assert found["labels"] == row["input_ids"] and found["prompt_length"] == 0
+    masks = {"completion_mask": [0, 1, 1], "assistant_masks": [1, 0, 1]}
+    (found,) = tokenised(tokenizer, "tokens", {"input_ids": [3, 4, 5], **masks})
+    assert found["labels"] == [-100, -100, 5]
     for wrong, message in (({"labels": [3, 5]}, "label 5 of the token 4"), ({"input_ids": [3, 10**6]}, "has 1000000"),
-                           ({"labels": []}, "2 input_ids, but 0 labels"), ({"input_ids": "1 2"}, "a list of numbers"),
+                           ({"completion_mask": []}, "2 input_ids, but 0 labels"), ({"input_ids": "1 2"}, "a list of numbers"),
                            ({"input_ids": [3] * 3, "attention_mask": [1, 0, 1]}, "has gaps")):  # fmt: skip
         with pytest.raises(DataError, match=f"row 0: .*{message}"):
             tokenised(tokenizer, "tokens", {"input_ids": [3, 4], **wrong})

@@ -29,6 +29,7 @@ from ebft.data.turns import Places, TurnLabels, trained_ranges, turn_labels
 from ebft.errors import DataError
 
 IGNORE = -100  # label of tokens that are ignored in the loss
+MASKS = ("completion_mask", "assistant_masks")  # columns of TRL: 0 for tokens that are not trained on
 COMPLETIONS = {
     "preferences": ("chosen", "rejected"),
     "labelled": ("completion",),
@@ -324,13 +325,17 @@ def _segments(cfg: Any, entry: Any) -> Transform:
 
 
 def _tokenised(cfg: Any) -> Transform:
-    """Rows of tokens: `input_ids`, and optionally `attention_mask` and `labels`, -100 where none is trained on."""
+    """Rows of tokens: `input_ids`, and optionally `attention_mask` and `labels`, -100 where none is trained on, or
+    `MASKS` in their place."""
 
     def transform_fn(example, tokenizer=None):
         first_present(example, ["input_ids"], "tokens", "Set the type of the dataset, or add the column.")
-        columns = "input_ids", "labels", "attention_mask"
-        ids, labels, mask = (value_of(example, name) if name in example else None for name in columns)
-        labels, mask = ids if labels is None else labels, [1] * len(ids or ()) if mask is None else mask
+        columns = "input_ids", "labels", "attention_mask", *MASKS
+        ids, labels, mask, *others = (value_of(example, name) if name in example else None for name in columns)
+        mask = [1] * len(ids or ()) if mask is None else mask
+        if labels is None:
+            given = [ids or (), *(other for other in others if other is not None)]
+            labels = [token if all(is_on) else IGNORE for token, *is_on in zip(*given)]
         if problem := _problem_of_tokens(ids, labels, mask, len(tokenizer)):
             raise DataError(problem)
         pairs = [(token, label != IGNORE) for token, label, is_kept in zip(ids, labels, mask) if is_kept]
