@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ebft.data.row_counts import (
 )
 from ebft.data.sources import RawRows, read_source, row_place
 from ebft.data.tables import discard_tables, shuffle_rows
-from ebft.errors import DataError, shortened
+from ebft.errors import DataError, shortened, warn
 from ebft.machine import is_main_process
 from ebft.printed import say
 
@@ -149,7 +148,7 @@ def _load_section(
     if is_main_process():
         say(found.with_example(), err=True)
         if (dropped := found.mostly_dropped()) is not None:
-            warnings.warn(f"{section}: {dropped}: {_advice(config, counts)}", stacklevel=2)
+            warn(f"{section}: {dropped}: {_advice(config, counts)}")
     return joined, found, documents
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from ebft.catalog import MODELS, as_folder, base_name, is_gguf, lasting_name, locate
 from ebft.config.keys.models import AdapterKeys, ModelKeys
 from ebft.config.keys.serving import EVERYWHERE, ServerSettings, VLLMSection, base_url
-from ebft.errors import ConfigError, doing
+from ebft.errors import ConfigError, doing, warn
 from ebft.files import ADAPTER_CONFIG, json_object
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; if unset, vLLM uses a large part of the machine's memory
@@ -55,7 +54,7 @@ def server_command(
     """
     vllm = settings.vllm
     if vllm.device not in ("auto", "cpu", "cuda"):
-        warnings.warn(f"vllm.device: {vllm.device} has no effect: auto, cpu and cuda are supported.", stacklevel=2)
+        warn(f"vllm.device: {vllm.device} has no effect: auto, cpu and cuda are supported.")
     config, on_gpu = settings.model, serves_on_gpu(vllm, gpus)
     if config.base_model in MODELS:  # vLLM would treat the name of one that is not fetched as a Hub id
         locate(config.base_model, "model", "base_model")
@@ -64,10 +63,9 @@ def server_command(
         raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
     model, rank = lasting_name(config.base_model), max_lora_rank(config)
     if (rank is not None or on_gpu) and vllm.host in EVERYWHERE:
-        warnings.warn(
+        warn(
             f"vllm.host: {vllm.host} accepts connections from other machines: anyone who reaches the port can replace "
-            "the model, without authentication. Use 127.0.0.1, or a network that only you can reach.",
-            stacklevel=2,
+            "the model, without authentication. Use 127.0.0.1, or a network that only you can reach."
         )
     flags = [
         *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
