@@ -92,7 +92,6 @@ class OverTrainer(Trainer):
 
     @cached_property
     def pushing(self) -> Pushing:
-        """The pushes to the Hub."""
         return Pushing(self)
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -20,14 +20,8 @@ from ebft.files import CHECKSUMS, RUN_FILE
 from ebft.run_files import CARD, LEFT_OUT, MODEL_FILES, read_object
 
 # Keys of JSON files whose values may be paths of this machine; only their last part is pushed.
-_PATHS = {
-    "base_model_name_or_path",
-    "_name_or_path",
-    "name_or_path",
-    "best_model_checkpoint",
-    "base_model",
-    "gguf_file",
-}
+_NAMES = ("base_model_name_or_path", "_name_or_path", "name_or_path", "base_model")
+_PATHS = {*_NAMES, "best_model_checkpoint", "gguf_file"}
 _OF_RUN = _PATHS | {"chat_template", "nemo_gym_config_paths"}
 
 
