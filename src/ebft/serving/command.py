@@ -73,14 +73,21 @@ def server_command(
         *_engine_flags(vllm, on_gpu),
         *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
+    added = {}
     if rank is not None:  # adapters are loaded from files, full weights sent between GPUs
         # A version for each prefetched batch, the current one and one that is loaded; agents use two copies.
         slots = str(settings.prefetch_depth + 2 + 2 * settings.serves_agents)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
+        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     elif on_gpu:
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
+        added["VLLM_SERVER_DEV_MODE"] = "1"  # enables the endpoints that receive weights
+    if not on_gpu and CPU_CACHE not in environ:
+        added[CPU_CACHE] = CPU_CACHE_GIB
+    if vllm.device == "cpu":
+        added[VISIBLE] = ""
     command = (python, "-m", "vllm.entrypoints.openai.api_server", *flags)
-    return ServerCommand(command, _environment(vllm, rank, on_gpu, environ), model, vllm.host, settings.port, rank)
+    return ServerCommand(command, added | (vllm.env or {}), model, vllm.host, settings.port, rank)
 
 
 def _model_flags(config: ModelKeys, dtype: str, seed: int, on_gpu: bool) -> list[str]:
@@ -115,19 +122,6 @@ def _engine_flags(vllm: VLLMSection, on_gpu: bool) -> list[str]:
     if vllm.reasoning_parser is not None and vllm.enable_reasoning is not False:  # vLLM's only option to enable it
         flags += ["--reasoning-parser", vllm.reasoning_parser]
     return flags
-
-
-def _environment(vllm: VLLMSection, rank: int | None, on_gpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
-    added = {}
-    if rank is not None:
-        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    elif on_gpu:
-        added["VLLM_SERVER_DEV_MODE"] = "1"  # enables the endpoints that receive weights
-    if not on_gpu and CPU_CACHE not in environ:
-        added[CPU_CACHE] = CPU_CACHE_GIB
-    if vllm.device == "cpu":
-        added[VISIBLE] = ""
-    return added | (vllm.env or {})
 
 
 def max_lora_rank(config: AdapterKeys) -> int | None:
