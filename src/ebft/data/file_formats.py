@@ -170,7 +170,6 @@ def _read_kind(kind: str, paths: list[Path]) -> Dataset:
 
 
 def text_rows(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
-    """Each file as a row."""
     for path in paths:
         yield {"text": read_text(path), "file": str(path)}
 
