@@ -34,11 +34,7 @@ CITATION = """\
   year    = {2026}
 }"""
 HEALTHY = {"grad_norm": (None, 3.0), "whitened alignment": (0.3, 1.9), **method.HEALTHY_ROLLOUTS}
-NEED_OF_BASELINE = (
-    "ebft.rloo_baseline",
-    "advantage_estimator: rloo",
-    lambda config: config.ebft.advantage_estimator == "rloo",
-)
+NEED_OF_BASELINE = ("ebft.rloo_baseline", "advantage_estimator: rloo", lambda c: c.ebft.advantage_estimator == "rloo")
 PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.12248)"
 
 

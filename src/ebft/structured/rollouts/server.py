@@ -175,11 +175,9 @@ class Agents(Protocol):
         `params` of requests: the `model`, a version of the adapter, which `POLICY` stands for meanwhile; `temperature`,
         `top_p`, and `max_output_tokens`, the limit of each reply.
         """
-        ...
 
     def cancel(self) -> None:
         """Cancel running conversations; the threads that wait for them raise CancelledError."""
-        ...
 
 
 def run_agents(agents: Agents, rows: list[dict[str, Any]], backend: VLLMBackend, max_tokens: int) -> list[Rollout]:
