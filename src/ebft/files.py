@@ -267,7 +267,6 @@ def file_hash(path: Path) -> str:
 
 
 def text_hash(text: str) -> str:
-    """The SHA-256 hash of a text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -101,9 +101,7 @@ def bfloat16_is_fast() -> bool:
     """Whether this machine multiplies faster in bfloat16, measured: processors without its instructions emulate it."""
     import torch
 
-    if torch.accelerator.is_available():
-        return True
-    return _product_seconds(torch.bfloat16) < _product_seconds(torch.float32)
+    return torch.accelerator.is_available() or _product_seconds(torch.bfloat16) < _product_seconds(torch.float32)
 
 
 def _product_seconds(dtype: torch.dtype) -> float:

@@ -1,10 +1,9 @@
 import warnings
-from typing import get_type_hints
 
 import pytest
 
-from ebft import EBFTConfig, StridedEBFTConfig
-from ebft.config.options import RewardOptions, RewardOptionTypes, StridedOptions
+from ebft import EBFTConfig
+from ebft.config.options import StridedOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine
@@ -116,12 +115,6 @@ def test_the_precision_is_that_of_the_config(make, monkeypatch, variable, keys, 
         kwargs(make(**keys), machine)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert kwargs(make(bf16=True))["bf16"] is True
-
-
-def test_types_of_reward_options_and_defaults_are_the_same_everywhere(tmp_path):
-    assert get_type_hints(RewardOptionTypes) == get_type_hints(RewardOptions)
-    common = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}
-    assert StridedEBFTConfig(**common).logging_steps == EBFTConfig(**common).logging_steps == 10
 
 
 def test_every_ebft_option_reaches_the_trainer(make):

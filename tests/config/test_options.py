@@ -1,7 +1,9 @@
 import dataclasses
 import pickle
+from typing import get_type_hints
 
-from ebft.config.options import EBFTSection, StridedOptions
+from ebft import EBFTConfig
+from ebft.config.options import EBFTSection, RewardOptions, RewardOptionTypes, StridedOptions
 from ebft.config.section import section_of_options
 from ebft.run.config.schema import RunConfig
 from ebft.strided import StridedEBFTConfig
@@ -14,6 +16,8 @@ def test_the_trainer_config_and_the_yaml_section_have_the_same_defaults_and_help
     found = {field.name: field for field in dataclasses.fields(StridedEBFTConfig)}
     for name, info in section_of_options(StridedOptions).model_fields.items():
         assert found[name].metadata["help"] == info.description != ""
+    assert get_type_hints(RewardOptionTypes) == get_type_hints(RewardOptions)
+    assert config.logging_steps == EBFTConfig(str(tmp_path), report_to=[], use_cpu=True).logging_steps == 10
     assert config.feature_layers is not make().feature_layers
     assert defaults == {name: getattr(config, name) for name in defaults}
     assert defaults.items() <= EBFTSection().model_dump().items()

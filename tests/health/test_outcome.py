@@ -35,6 +35,7 @@ LEARNED = training("ebft/ce_loss", [3 - 0.02 * i for i in range(50)])
 UNLEARNED = training("ebft/alignment", [1 - 0.02 * i for i in range(50)])
 PREFERRED = training("rewards/margins", [0.02 * i for i in range(50)])
 MEAN = [entry | {"reward": entry["ebft/mean_reward"]} for entry in training("ebft/mean_reward", range(20))]
+MIXED = [{"step": i, "ebft/alignment": 1 - i / 50, "ebft/ce_loss": 2 - i / 50} for i in range(50)]
 FIRST = "The first evaluation already followed"
 UNKNOWN = "Outcome: unknown. The log has {} evaluation and fewer than 8 entries of training."
 
@@ -70,20 +71,15 @@ def case(log, *present, absent="(nothing)", **options):
     # a model did not learn if a held-out metric is far worse
     case(evaluated(eval_loss=[3, 9]) + falling(), "loss improved, but eval_loss moved in the wrong direction"),
     case(evaluated(eval_cfm_loss=[3, 2, 1, 0.1], eval_ce_loss=[3, 9, 5, 9]), "improved, but eval_ce_loss moved in"),
+    # whitened rewards of training give no verdict
+    case(MIXED, "improved, but ebft/alignment became worse"),
+    case(MIXED, "the model learned: ebft/ce_loss improved", absent="alignment", use_whitening=True),
+    case(UNLEARNED, "whitened rewards of training cannot be compared", use_whitening=True),
 ])  # fmt: skip
 def test_what_is_said(log, options, present, absent):
     text = training_outcome(log, **options)
     assert text.startswith("Outcome: ") and all(part in text for part in present) and absent not in text, text
     assert options.get("evaluate") != COMMAND or text.endswith(COMMAND) == (absent != COMMAND)
-
-
-def test_whitened_rewards_of_training_give_no_verdict():
-    log = [{"step": i, "ebft/alignment": 1 - i / 50, "ebft/ce_loss": 2 - i / 50} for i in range(50)]
-    assert "improved, but ebft/alignment became worse" in training_outcome(log)
-    assert "the model learned: ebft/ce_loss improved" in (text := training_outcome(log, use_whitening=True))
-    assert "alignment" not in text
-    rewards = [{"step": i, "reward": 1 - i / 50} for i in range(50)]
-    assert "whitened rewards of training cannot be compared" in training_outcome(rewards, use_whitening=True)
 
 
 def verdicts(logs):

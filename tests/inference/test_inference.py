@@ -93,13 +93,9 @@ def test_rewards_are_those_of_the_trainer(kind, folders, config_file, tmp_path):
 def test_a_full_model_that_diverged_is_refused(folders, tmp_path, temperature):
     shutil.copytree(folders["full"], tmp_path / "nan")
     sampler = Sampler(model_in_folder(str(tmp_path / "nan")), SamplingOptions(4, temperature))
-    model = sampler.loaded.tuned
-    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
+    sampler.loaded.tuned.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(ModelError, match="nan computes NaN. Use an earlier"):
         sampler.reply_ids(CHAT)
-    model.save_pretrained(tmp_path / "nan")
-    with pytest.raises(ModelError, match="the weights contain NaN.*layers.1.mlp.down_proj.weight"):
-        model_in_folder(str(tmp_path / "nan"))
 
 
 def test_prompts_that_are_too_long(sampler):

@@ -1,11 +1,14 @@
 """LoRA adapters: which modules get one, and in which type; and training of some parameters."""
 
+import json
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ebft.errors import ModelError
 from ebft.models import load, pretrained
+from ebft.models.adapter import load_saved_adapter
 from ebft.run.training import _adapter
 from tests.strided.families import tiny_model
 
@@ -94,6 +97,18 @@ def test_a_saved_adapter_finds_its_local_base_model_from_anywhere(make_config, t
     monkeypatch.chdir(tiny_llama_dir.parent)
     model = adapted(make_config(**LORA, lora_target_linear=True, base_model=tiny_llama_dir.name))
     assert model.peft_config["default"].base_model_name_or_path == str(tiny_llama_dir)
+
+
+@pytest.mark.parametrize(("task", "model", "fits"), [
+    (None, AutoModelForCausalLM, True), ("CAUSAL_LM", AutoModelForSequenceClassification, False),
+    ("SEQ_CLS", AutoModelForCausalLM, False),
+])  # fmt: skip
+def test_the_task_of_a_saved_adapter(task, model, fits, tiny_llama_dir, tmp_path):
+    """Those of another task would be attached, with an output layer that is not the trained one."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": task}))
+    message = "has no adapter_model.safetensors" if fits else "has another output layer"
+    with pytest.raises(ModelError, match=message):
+        load_saved_adapter(model.from_pretrained(tiny_llama_dir), str(tmp_path))
 
 
 def test_some_layers(make_config):

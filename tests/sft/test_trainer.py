@@ -102,13 +102,6 @@ def test_a_compiled_run_logs_the_same_with_the_models_own_loss(tmp_path):
         assert ours == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_model_whose_loss_has_a_term_for_its_router_uses_its_own_loss_or_is_refused(tmp_path):
-    router = {"moe_intermediate_size": 8, "num_experts": 4, "output_router_logits": True}
-    assert not sft_trainer(tmp_path, tiny_model("qwen2_moe", **router)).is_in_chunks
-    with pytest.raises(ModelError, match="chunked_cross_entropy is not supported: the loss of Qwen2MoeForCausalLM has"):
-        sft_trainer(tmp_path, tiny_model("qwen2_moe", **router), chunked_cross_entropy=True)
-
-
 @pytest.fixture
 def offloading_on_cpu(monkeypatch):
     """TRL's hooks with the CPU as the accelerator, whose activations they copy; the copies that were made."""

@@ -11,7 +11,6 @@ from tests.strided.test_exactness import exact
 from tests.structured.conftest import lora
 
 pytestmark = pytest.mark.slow
-TRAINED_IN_FULL = ("model.embed_tokens.", "model.layers.0.", "model.layers.17.", "model.norm.")  # the head is tied
 OPTIONS = {"stride": 6, "context_length": 5, "generate_max_len": 4, "n_samples_per_prompt": 2,
            "min_completion_prefix": 1}  # fmt: skip
 OPTIONS |= {"feature_layers": [0.25, 0.5, 0.75]}
@@ -48,9 +47,3 @@ def batch(smollm2_dir):
 def test_with_lora_and_whitening(model, batch, tmp_path):
     out = exact(tmp_path, lora(model), batch, **OPTIONS, use_whitening=True)
     assert out.block_mask.sum(1).tolist() == [3, 3, 1]
-
-
-def test_full_weights(model, batch, tmp_path):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(TRAINED_IN_FULL))
-    exact(tmp_path, model, batch, **OPTIONS, embed_method="mean_pooling", temperature=1.0)

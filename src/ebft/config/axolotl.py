@@ -317,7 +317,8 @@ class CarriedOverKeys(_IgnoredKeys):
         without = {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS}
         found["trl"] = _asked(found.get("trl"), without, _OF_TRL) or None
         trl = found["trl"] if isinstance(found["trl"], dict) else {}
-        if found.get("rl") in (*_OF_REWARDS, "ebft") and found.get("rl_beta") is not None:  # two names of one coefficient
+        # Two names of one coefficient.
+        if found.get("rl") in (*_OF_REWARDS, "ebft") and found.get("rl_beta") is not None:
             found["trl"] = {"beta": found.pop("rl_beta"), **trl}
         elif found.get("rl") in _PREFERENCES and "beta" in trl:
             found["rl_beta"] = trl.pop("beta")

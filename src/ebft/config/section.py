@@ -169,7 +169,7 @@ def option_names(*options: type) -> list[str]:
 
 
 @cache
-def section_of_options(options: type, name: str | None = None, base: type[Section] = Section) -> type[Section]:
+def section_of_options(options: type, name: str | None = None) -> type[Section]:
     """The config section with the options of a dataclass; can be pickled if it is an attribute of that module."""
     hints = get_type_hints(options, include_extras=True)
     declared = {}
@@ -177,7 +177,7 @@ def section_of_options(options: type, name: str | None = None, base: type[Sectio
         default = {"default": option.default} if option.default is not MISSING else {}
         default = default or {"default_factory": option.default_factory}
         declared[option.name] = hints[option.name], Field(**default, description=option.metadata["help"])
-    about = {"__base__": base, "__doc__": options.__doc__, "__module__": options.__module__}
+    about = {"__base__": Section, "__doc__": options.__doc__, "__module__": options.__module__}
     return pydantic.create_model(name or options.__name__, **about, **declared)
 
 

@@ -8,7 +8,6 @@ template renders for them in the whole conversation; what it puts between two re
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -22,7 +21,7 @@ from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import Tokens, end_tokens, ids_after, mask_after, thinking_spans
 from ebft.data.transforms.rows import continued_ids
 from ebft.data.turns import Places
-from ebft.errors import DataError
+from ebft.errors import DataError, warn
 
 Prompt = str | list[Message]
 
@@ -201,12 +200,11 @@ class Renderer:
         shared = len(commonprefix([given, turn.lead_ids]))
         # Of the template only, so that the line is the same for all rows.
         end, common = (self.tokenizer.decode(ids[-5:]) for ids in (given, given[:shared]))
-        warnings.warn(
+        warn(
             f"Chat template {template.name}: the generation prompt ends with {end!r}, but rendered references go on "
             f"differently after {common!r}. Prompts end there, and the model has to write what follows as references "
             "have it. Arguments of the template (chat_template_kwargs, such as enable_thinking: false) may make both "
-            "agree.",
-            stacklevel=2,
+            "agree."
         )
 
     def prompt_ids(self, prompt: Prompt, template: ChatTemplate | None = None) -> list[int]:

@@ -5,7 +5,6 @@ import hashlib
 import logging
 import os
 import re
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from datasets.data_files import DataFilesList
 
 from ebft.data.json_files import JsonText, as_json, read_json
 from ebft.data.tables import reading
-from ebft.errors import DataError, doing, shortened
+from ebft.errors import DataError, doing, shortened, warn
 from ebft.files import PACKED, file_fingerprint, is_pointer, opened, read_text
 
 DEFAULT_SPLIT = "train"
@@ -79,10 +78,9 @@ def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, 
     read = [path for split, some in files.items() if split in named for path, _ in some]
     left = [f"{path.name} ({split})" for split, some in files.items() if split not in named for path, _ in some]
     if left and not all(_SPLIT_WORD.search(path.relative_to(root).as_posix().lower()) for path in read):
-        warnings.warn(
+        warn(
             f"{root}: files are not read, since their names belong to another split than {wanted}: "
-            f"{shortened(', '.join(left))}. Name them in data_files if they are not of that split.",
-            stacklevel=2,
+            f"{shortened(', '.join(left))}. Name them in data_files if they are not of that split."
         )
 
 
@@ -114,10 +112,7 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
             f"one of {', '.join(KINDS)}, for example `ds_type: text` for one document per file."
         )
     if left:
-        warnings.warn(
-            f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.",
-            stacklevel=2,
-        )
+        warn(f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.")
     return taken
 
 
@@ -177,7 +172,6 @@ def _read_kind(kind: str, paths: list[Path]) -> Dataset:
 
 
 def text_rows(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
-    """Each file as a row."""
     for path in paths:
         yield {"text": read_text(path), "file": str(path)}
 

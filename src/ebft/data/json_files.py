@@ -191,11 +191,9 @@ class JsonText:
         return self.pa_type
 
     def encode_example(self, value: Any) -> str | None:
-        """The JSON text of a value."""
         return None if value is None else json.dumps(value, ensure_ascii=False)
 
     def decode_example(self, text: str | None, token_per_repo_id: Any = None) -> Any:
-        """The value of a JSON text."""
         return None if text is None else json.loads(text)
 
     def cast_storage(self, storage: pa.Array) -> pa.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,20 +10,13 @@ from datasets import Dataset, Features, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
+from ebft.data import row_counts
 from ebft.data.apply import Check, Source, apply_transform, tokenise
 from ebft.data.documents import cut_and_drop, without_repeated
-from ebft.data.row_counts import (
-    COMPLETION_TOO_LONG,
-    PROMPT_TOO_LONG,
-    REPLY_TOO_LONG,
-    SPLIT,
-    TOO_LONG,
-    RowCounts,
-    SectionReport,
-)
+from ebft.data.row_counts import RowCounts, SectionReport
 from ebft.data.sources import RawRows, read_source, row_place
 from ebft.data.tables import discard_tables, shuffle_rows
-from ebft.errors import DataError, shortened
+from ebft.errors import DataError, shortened, warn
 from ebft.machine import is_main_process
 from ebft.printed import say
 
@@ -44,7 +36,6 @@ class LoadedRows(NamedTuple):
         return self._replace(train=function(self.train), evaluation=evaluation)
 
     def without(self, *columns: str) -> LoadedRows:
-        """The rows without these columns."""
         return self.map(lambda rows: rows.remove_columns(columns))
 
 
@@ -78,8 +69,8 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         rows = tokenise(source, config, tokenizer, counts)
         kept = cut_and_drop(rows, config, tokenizer, counts)
         discard_tables(rows)
-        if config.excess_length_strategy == "raise" and counts[TOO_LONG]:
-            row = counts.documents[TOO_LONG][0] - first_document
+        if config.excess_length_strategy == "raise" and counts[row_counts.TOO_LONG]:
+            row = counts.documents[row_counts.TOO_LONG][0] - first_document
             raise DataError(
                 f"{row_place(raw[row], row, f'{entry.path}, {entry.split}')} exceeds sequence_len: "
                 f"{config.sequence_len} tokens (excess_length_strategy: raise). Use drop or truncate, or increase it."
@@ -149,14 +140,15 @@ def _load_section(
     if is_main_process():
         say(found.with_example(), err=True)
         if (dropped := found.mostly_dropped()) is not None:
-            warnings.warn(f"{section}: {dropped}: {_advice(config, counts)}", stacklevel=2)
+            warn(f"{section}: {dropped}: {_advice(config, counts)}")
     return joined, found, documents
 
 
 def _advice(config: DataSettings, counts: RowCounts) -> str:
     """What to change if no rows are left, or few; `counts`: rows by reason."""
     length, block = f"sequence_len: {config.sequence_len}", config.required_rows.block
-    is_cut = any(counts[reason] for reason in (PROMPT_TOO_LONG, COMPLETION_TOO_LONG, REPLY_TOO_LONG, TOO_LONG, SPLIT))
+    too_long = (row_counts.PROMPT_TOO_LONG, row_counts.COMPLETION_TOO_LONG, row_counts.REPLY_TOO_LONG)
+    is_cut = any(counts[reason] for reason in (*too_long, row_counts.TOO_LONG, row_counts.SPLIT))
     if block is None:
         fit = f"provide rows whose texts (a prompt with its reference or replies) fit within {length}, or increase it."
         return fit if is_cut else "correct the rows, or the keys of datasets."

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -23,7 +22,7 @@ from ebft.data import file_formats
 from ebft.data.json_files import read_json
 from ebft.data.repositories import card_of, is_repository, repository_of
 from ebft.data.transforms import built_in
-from ebft.errors import DataError, doing, shortened
+from ebft.errors import DataError, doing, shortened, warn
 from ebft.files import LARGEST_HASHED, file_fingerprint, read_text
 
 
@@ -144,10 +143,9 @@ def local_path(entry: Any) -> Path | None:
     if path is not None and "name" in unread and not entry.data_files and is_repository(path):
         unread.remove("name")
     if path is not None and unread:
-        warnings.warn(
+        warn(
             f"datasets: {' and '.join(f'{key}: {getattr(entry, key)}' for key in unread)} has no effect, since path: "
-            f"{entry.path} is on this machine, not on the Hub. All rows of its split {entry.split} are read.",
-            stacklevel=2,
+            f"{entry.path} is on this machine, not on the Hub. All rows of its split {entry.split} are read."
         )
     return path
 

@@ -313,12 +313,10 @@ def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> S
     encode = _Encoder(config, tokenizer)
     for number, source in enumerate(_sources(config.datasets)):
         encode(Document(number, *source.next_row()))
-    seed = config.seed if config.data_seed is None else config.data_seed
-    order = seed if config.shuffle_merged_datasets and not config.curriculum_sampling else None
     open_all, size = partial(_sources, config.datasets), config.streaming_multipack_buffer_size
     weights = [entry.weight for entry in config.datasets]
     shares = [1.0 if weight is None else weight for weight in weights] if any(weights) else None
-    documents = StreamedDocuments(open_all, size, order, shares)
+    documents = StreamedDocuments(open_all, size, order_of(config)["data_seed"], shares)
     return StreamRows(documents, encode, config.sequence_len, config.pretrain_multipack_attn)
 
 

@@ -68,7 +68,6 @@ class Change(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The verdict in words."""
         return {1: "better", -1: "worse", 0: "no change", None: "too few values to tell"}[self.verdict]
 
     def __str__(self) -> str:

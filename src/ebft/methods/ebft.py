@@ -6,7 +6,6 @@ What both share stands between them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ebft.config import rules
 from ebft.config.options import CudaGraphsOption, FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import Section, option_names
+from ebft.errors import warn
 from ebft.methods import method
 from ebft.methods.base_config import zero_stage
 from ebft.methods.grpo import FEATURE_MATCHING, GRPO
@@ -34,11 +34,7 @@ CITATION = """\
   year    = {2026}
 }"""
 HEALTHY = {"grad_norm": (None, 3.0), "whitened alignment": (0.3, 1.9), **method.HEALTHY_ROLLOUTS}
-NEED_OF_BASELINE = (
-    "ebft.rloo_baseline",
-    "advantage_estimator: rloo",
-    lambda config: config.ebft.advantage_estimator == "rloo",
-)
+NEED_OF_BASELINE = ("ebft.rloo_baseline", "advantage_estimator: rloo", lambda c: c.ebft.advantage_estimator == "rloo")
 PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.12248)"
 
 
@@ -65,10 +61,10 @@ class Strided(Method):
         rules.warn_of_reward(config.ebft)
         if config.train_on_inputs:
             reason = "anchors and cross-entropy of a row with a prompt are restricted to its completion"
-            warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
+            warn(f"train_on_inputs: true has no effect in strided mode: {reason}.")
         if config.torch_compile:
             config.torch_compile = False
-            warnings.warn(rules.compiled(rules.in_config), stacklevel=2)
+            warn(rules.compiled(rules.in_config))
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         yield from rules.untrainable(config.ebft)
@@ -130,10 +126,7 @@ def warn_of_options(options: type, of_mode: str, config: MethodConfig, *sections
     idle = [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]
     if idle:
         samples = f" Samples have trl.temperature: {config.trl.temperature:g}." if "ebft.temperature" in idle else ""
-        warnings.warn(
-            f"{', '.join(idle)}: no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.{samples}",
-            stacklevel=2,
-        )
+        warn(f"{', '.join(idle)}: no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.{samples}")
 
 
 def reference_limit(config: MethodConfig) -> tuple[float, int] | None:

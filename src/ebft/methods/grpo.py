@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -17,7 +16,7 @@ from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, warn
 from ebft.methods import method, nemo_gym
 from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method, MethodConfig, Needs
 
@@ -67,17 +66,16 @@ class GRPO(Method):
         rules.follow_samples(config.ebft, config.trl)
         method.warn_of_unmet(config, _NEEDS)
         for message in _idle(config):
-            warnings.warn(f"{message}.", stacklevel=2)
+            warn(f"{message}.")
         if config.torch_compile:
             config.torch_compile = False
-            warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
+            warn(rules.compiled(rules.in_config, "structured mode and GRPO"))
         self.warn_of_idle_options(config)
         limit = config.vllm.max_model_len
         if config.uses_server and limit is not None and config.sequence_len > limit:
-            warnings.warn(
+            warn(
                 f"vllm.max_model_len: {limit} is less than sequence_len: {config.sequence_len}: completions of longer "
-                "prompts are cut at the first, and a prompt without room for one ends the run. Set both to one value.",
-                stacklevel=2,
+                "prompts are cut at the first, and a prompt without room for one ends the run. Set both to one value."
             )
         if FEATURE_MATCHING in self._reward_names(config):
             rules.warn_of_reward(config.ebft)
@@ -90,7 +88,7 @@ class GRPO(Method):
         read |= rules.samples_in_effect(config.ebft, config.trl)
         idle = ", ".join(f"ebft.{key}" for key in sorted(config.ebft.model_fields_set - read))
         if idle:
-            warnings.warn(f"{idle}: no effect with {self.name} and these rewards.", stacklevel=2)
+            warn(f"{idle}: no effect with {self.name} and these rewards.")
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         names = self._reward_names(config)

@@ -231,7 +231,6 @@ class Method(ABC):
         return {}
 
     def arguments_class(self) -> type[TrainingArguments]:
-        """The class of its training arguments."""
         return class_at(self.arguments)
 
     @abstractmethod

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
 from ebft.config.keys.data import ENVIRONMENT, VERIFY, NemoGymKeys, path_in
+from ebft.errors import warn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,12 +38,9 @@ def resolve_gym_names(config: MethodConfig) -> None:
         idle = sorted(set(NemoGymKeys.model_fields) & config.model_fields_set - {"nemo_gym_enabled"})
         idle += [f"plugins: {PLUGIN}"] if PLUGIN in config.plugins else []
         if idle:
-            warnings.warn(f"{', '.join(idle)}: no effect without nemo_gym_enabled: true.", stacklevel=2)
+            warn(f"{', '.join(idle)}: no effect without nemo_gym_enabled: true.")
     elif config.nemo_gym_auto_clone:
-        warnings.warn(
-            "nemo_gym_auto_clone: true has no effect: the repository is never downloaded. Clone it to nemo_gym_dir.",
-            stacklevel=2,
-        )
+        warn("nemo_gym_auto_clone: true has no effect: the repository is never downloaded. Clone it to nemo_gym_dir.")
     config.plugins = [name for name in config.plugins if name != PLUGIN]
     if config.nemo_gym_enabled and _is_read(config):
         if _reward(config) not in (config.trl.reward_funcs or []):
@@ -52,7 +49,7 @@ def resolve_gym_names(config: MethodConfig) -> None:
         other = ("nemo_gym_model_name",) if config.nemo_gym_multi_turn else of_agents
         idle = ", ".join(key for key in other if key in config.model_fields_set)
         if idle:
-            warnings.warn(f"{idle}: no effect with nemo_gym_multi_turn: {_mode(config)}.", stacklevel=2)
+            warn(f"{idle}: no effect with nemo_gym_multi_turn: {_mode(config)}.")
         slices = _slices(config)
         for entry in config.datasets:
             entry.split = slices.get(path_in(".", entry.path), entry.split)
@@ -140,21 +137,19 @@ def check_gym_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
     uses_agents = config.nemo_gym_multi_turn and servers.has_agents
     with closing(client):
         if config.nemo_gym_multi_turn and not uses_agents:
-            warnings.warn(
+            warn(
                 "nemo_gym_multi_turn: true needs agent servers (responses_api_agents), but NeMo Gym has none: replies "
                 "are single, and /verify of the resources servers scores them (nemo_gym_verify). Add an agent server "
-                "to the config of NeMo Gym, or set nemo_gym_multi_turn: false.",
-                stacklevel=2,
+                "to the config of NeMo Gym, or set nemo_gym_multi_turn: false."
             )
         if uses_agents:
             check_agents(servers, names, config.nemo_gym_max_turns)
         else:
             lines = (line for rows in datasets if rows is not None for line in rows["nemo_gym_row"])
             if any(json.loads(line)["responses_create_params"].get("tools") for line in lines):
-                warnings.warn(
+                warn(
                     "Some rows of NeMo Gym have tools, which are not part of the prompts of single replies. Set "
-                    "nemo_gym_multi_turn: true to let an agent call them.",
-                    stacklevel=2,
+                    "nemo_gym_multi_turn: true to let an agent call them."
                 )
         find = servers.agent if uses_agents else servers.resources
         for server in {find(name).name: find(name) for name in names}.values():

@@ -5,7 +5,6 @@ They compare completions that are part of the data, pairs of a chosen and a reje
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +13,7 @@ from pydantic import Field
 from ebft.catalog import adapted_head, adapted_heads
 from ebft.config.section import Section
 from ebft.data.transforms import PreferenceColumns
+from ebft.errors import warn
 from ebft.machine import Machine
 from ebft.methods.method import Method, MethodConfig, class_at
 
@@ -96,7 +96,7 @@ class PreferenceMethod(Method):
     def resolve(self, config: MethodConfig) -> None:
         super().resolve(config)
         if config.adapter and config.lora_dropout:
-            warnings.warn(f"lora_dropout: no effect with {self.name}, in which TRL disables dropout.", stacklevel=2)
+            warn(f"lora_dropout: no effect with {self.name}, in which TRL disables dropout.")
 
     def copies_model(self, config: MethodConfig) -> bool:
         return self.has_reference and not config.precompute_ref_log_probs

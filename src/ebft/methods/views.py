@@ -94,7 +94,6 @@ class TokenTexts:
         ]
 
     def joined(self, ids: Sequence[int]) -> str:
-        """The text of consecutive tokens."""
         return one_line(self._decode(list(ids)))
 
     def texts(self, ids: Sequence[int]) -> list[str]:

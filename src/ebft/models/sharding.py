@@ -164,7 +164,7 @@ def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
     lacks, and names in files that differ from the model's. Raises ModelError if weights are missing or do not fit."""
     reshard(model)
     if is_in_parts(folder):
-        _load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
+        load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
         return
     if not isinstance(model, PeftModel):
         with _files(folder, _MODEL) as files:
@@ -199,12 +199,11 @@ def save_whole_optimizer(optimizer: Optimizer, folder: Path, is_writer: bool) ->
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Load the optimizer state of a checkpoint."""
     reshard(model)
     if (folder / OPTIMIZER).is_dir():
         inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer  # of accelerate's wrapper
         state = {"optimizer": dcp.get_optimizer_state_dict(model, inner)}
-        _load_parts(state, folder / OPTIMIZER)
+        load_parts(state, folder / OPTIMIZER)
         dcp.set_optimizer_state_dict(model, inner, state["optimizer"])
         return
     state = torch.load(folder / WHOLE_OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
@@ -226,7 +225,8 @@ def _weights_of(model: nn.Module, adapter: str | None = None) -> dict[str, Tenso
     return model.state_dict()
 
 
-def _load_parts(state: dict[str, Any], folder: Path) -> None:
+def load_parts(state: dict[str, Any], folder: Path) -> None:
+    """Read the tensors of `state` from a folder of parts. Raises ModelError."""
     try:
         load(state, storage_reader=ShardedReader(folder), no_dist=not distributed.is_initialized())
     except CheckpointException as error:  # is no Exception; its message has the tracebacks of all processes

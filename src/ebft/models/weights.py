@@ -229,7 +229,6 @@ def _packed(weight: Tensor, options: BitsAndBytesKeys | None) -> tuple[Tensor, C
 
 
 def functional() -> Any:
-    """The module `bitsandbytes.functional`."""
     with doing("importing bitsandbytes (pip install 'ebft[qlora]')"):
         from bitsandbytes import functional
 

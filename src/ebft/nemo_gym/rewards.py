@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ebft.config.keys.data import ENVIRONMENT, VERIFY
-from ebft.errors import ConfigError, RolloutError, doing
+from ebft.errors import ConfigError, RolloutError, doing, warn
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
 from ebft.structured.generation import REWARD
 from ebft.structured.rollouts.server import POLICY
@@ -42,10 +41,9 @@ class Failures:
             raise RolloutError(f"All {len(answers)} requests of this batch to NeMo Gym failed. Last failure: {last}.")
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{len(failed)} of {len(answers)} requests to NeMo Gym failed, and {self._consequence}. Last failure: "
-                f"{last}. This warning is given once; the metric {FAILED} counts failures.",
-                stacklevel=2,
+                f"{last}. This warning is given once; the metric {FAILED} counts failures."
             )
 
 
@@ -184,11 +182,10 @@ class GymAgents:
         parts = joined_calls(calls)
         if len(parts) > 1 and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"The agent {agent.name} does not continue the token ids of its own conversation: it changes earlier "
                 "turns, or they are tokenised anew. Only the part with the most sampled tokens is trained on. This "
-                "warning is given once.",
-                stacklevel=2,
+                "warning is given once."
             )
         rollout = max(reversed(parts), key=lambda part: sum(part.generated))  # the last of equal ones
         rollout.reward = reward

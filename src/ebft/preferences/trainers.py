@@ -222,7 +222,6 @@ _REFERENCE = "ref"  # TRL's name for its copy of an adapter
 class HasReference(KeepsMetrics):
     """Mixin for TRL's trainers with a reference model. `is_new_adapter`: whether the adapter was just created."""
 
-    ref_model: nn.Module | None
     use_weighting = False  # of the tokens of the loss, which DPO has
 
     def __init__(self, model: nn.Module, *, is_new_adapter: bool, **kwargs: Any) -> None:
@@ -232,7 +231,6 @@ class HasReference(KeepsMetrics):
         self.replace_forwards()
 
     def replace_forwards(self) -> None:
-        """Score in chunks."""
         weights = ("log_sum_sq_probs",) if self.use_weighting else ()
         score_in_chunks(self.model, ("entropy", "mean_logits", "is_top1", *weights))
         if self.ref_model is not None:

@@ -51,9 +51,7 @@ class _WithOneDNN(TorchFunctionMode):
         if func is F.linear and not kwargs:
             x, weight, bias = (*args, None)[:3]
             if _suits(x, weight, x.numel() * weight.shape[0]) and not torch.is_autocast_enabled("cpu"):
-                if torch.is_grad_enabled():
-                    return _Linear.apply(x, weight, bias)
-                return _onednn(x, weight, bias)
+                return (_Linear.apply if torch.is_grad_enabled() else _onednn)(x, weight, bias)
         return func(*args, **(kwargs or {}))
 
 
@@ -199,15 +197,10 @@ class KnownProduct(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.dtypes
-        grad = grad[0]
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = cpu_product(grad, weight.to(grad.dtype)).to(x_dtype)[None]
-        if ctx.needs_input_grad[1]:
-            grad_weight = cpu_product(grad.mT, x[0].to(grad.dtype)).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0, dtype=bias_dtype)
-        return grad_x, grad_weight, grad_bias, None
+        rows, needs = grad[0], ctx.needs_input_grad
+        grad_x = cpu_product(rows, weight.to(rows.dtype)).to(x_dtype)[None] if needs[0] else None
+        grad_weight = cpu_product(rows.mT, x[0].to(rows.dtype)).to(weight.dtype) if needs[1] else None
+        return grad_x, grad_weight, rows.sum(0, dtype=bias_dtype) if needs[2] else None, None
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h

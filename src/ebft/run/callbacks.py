@@ -188,9 +188,8 @@ _held = threading.local()  # the signals that a thread had blocked before it for
 
 
 def _before_fork() -> None:
-    _held.mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP]
-    )  # Python would drop it in a new process
+    # Python would drop a signal in a new process.
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP])
 
 
 def _after_fork() -> None:

@@ -31,7 +31,6 @@ from ebft.transformers_internals import Conv1D, checkpointing_argument, is_torch
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
-    """The arguments for `rows` rows."""
     kwargs = training_kwargs(config, this_machine(), rows, has_eval)
     with doing("passing the settings of the config to the trainer"):
         args = config.method.arguments_class()(**kwargs)

@@ -303,19 +303,6 @@ def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], sto
     After Ctrl-C or SIGTERM, the model is still saved. Raises TrainingInterrupted if it is not, and NonFiniteLossError
     for weights that are not finite.
     """
-    _check_weights(trainer)
-    stop.is_saving_model = True
-    try:
-        save_final(config, trainer, metrics)
-    except KeyboardInterrupt:
-        before = "Interrupted while the final model was saved, so it is incomplete. "
-        raise _interrupted(config, trainer, stop, before=before) from None
-    finally:
-        stop.is_saving_model = False
-
-
-def _check_weights(trainer: OverTrainer) -> None:
-    """Raise NonFiniteLossError if a trained weight is NaN or infinite, on any process."""
     named = trainer.model.named_parameters()
     local = ((name, each.to_local() if hasattr(each, "to_local") else each) for name, each in named)
     found = [name for name, each in local if each.requires_grad and not torch.isfinite(each).all()]
@@ -324,6 +311,14 @@ def _check_weights(trainer: OverTrainer) -> None:
             f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, so the final "
             "model was not saved. An earlier checkpoint can be used as base_model or lora_model_dir."
         )
+    stop.is_saving_model = True
+    try:
+        save_final(config, trainer, metrics)
+    except KeyboardInterrupt:
+        before = "Interrupted while the final model was saved, so it is incomplete. "
+        raise _interrupted(config, trainer, stop, before=before) from None
+    finally:
+        stop.is_saving_model = False
 
 
 def push_final(config: RunConfig, trainer: OverTrainer, stop: StopOnSignal) -> None:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from ebft.catalog import MODELS, as_folder, base_name, is_gguf, lasting_name, locate
 from ebft.config.keys.models import AdapterKeys, ModelKeys
 from ebft.config.keys.serving import EVERYWHERE, ServerSettings, VLLMSection, base_url
-from ebft.errors import ConfigError, doing
+from ebft.errors import ConfigError, doing, warn
 from ebft.files import ADAPTER_CONFIG, json_object
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; if unset, vLLM uses a large part of the machine's memory
@@ -55,7 +54,7 @@ def server_command(
     """
     vllm = settings.vllm
     if vllm.device not in ("auto", "cpu", "cuda"):
-        warnings.warn(f"vllm.device: {vllm.device} has no effect: auto, cpu and cuda are supported.", stacklevel=2)
+        warn(f"vllm.device: {vllm.device} has no effect: auto, cpu and cuda are supported.")
     config, on_gpu = settings.model, serves_on_gpu(vllm, gpus)
     if config.base_model in MODELS:  # vLLM would treat the name of one that is not fetched as a Hub id
         locate(config.base_model, "model", "base_model")
@@ -64,10 +63,9 @@ def server_command(
         raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
     model, rank = lasting_name(config.base_model), max_lora_rank(config)
     if (rank is not None or on_gpu) and vllm.host in EVERYWHERE:
-        warnings.warn(
+        warn(
             f"vllm.host: {vllm.host} accepts connections from other machines: anyone who reaches the port can replace "
-            "the model, without authentication. Use 127.0.0.1, or a network that only you can reach.",
-            stacklevel=2,
+            "the model, without authentication. Use 127.0.0.1, or a network that only you can reach."
         )
     flags = [
         *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
@@ -75,14 +73,21 @@ def server_command(
         *_engine_flags(vllm, on_gpu),
         *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
+    added = {}
     if rank is not None:  # adapters are loaded from files, full weights sent between GPUs
         # A version for each prefetched batch, the current one and one that is loaded; agents use two copies.
         slots = str(settings.prefetch_depth + 2 + 2 * settings.serves_agents)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
+        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     elif on_gpu:
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
+        added["VLLM_SERVER_DEV_MODE"] = "1"  # enables the endpoints that receive weights
+    if not on_gpu and CPU_CACHE not in environ:
+        added[CPU_CACHE] = CPU_CACHE_GIB
+    if vllm.device == "cpu":
+        added[VISIBLE] = ""
     command = (python, "-m", "vllm.entrypoints.openai.api_server", *flags)
-    return ServerCommand(command, _environment(vllm, rank, on_gpu, environ), model, vllm.host, settings.port, rank)
+    return ServerCommand(command, added | (vllm.env or {}), model, vllm.host, settings.port, rank)
 
 
 def _model_flags(config: ModelKeys, dtype: str, seed: int, on_gpu: bool) -> list[str]:
@@ -117,19 +122,6 @@ def _engine_flags(vllm: VLLMSection, on_gpu: bool) -> list[str]:
     if vllm.reasoning_parser is not None and vllm.enable_reasoning is not False:  # vLLM's only option to enable it
         flags += ["--reasoning-parser", vllm.reasoning_parser]
     return flags
-
-
-def _environment(vllm: VLLMSection, rank: int | None, on_gpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
-    added = {}
-    if rank is not None:
-        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    elif on_gpu:
-        added["VLLM_SERVER_DEV_MODE"] = "1"  # enables the endpoints that receive weights
-    if not on_gpu and CPU_CACHE not in environ:
-        added[CPU_CACHE] = CPU_CACHE_GIB
-    if vllm.device == "cpu":
-        added[VISIBLE] = ""
-    return added | (vllm.env or {})
 
 
 def max_lora_rank(config: AdapterKeys) -> int | None:

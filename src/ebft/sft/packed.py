@@ -90,7 +90,6 @@ def in_rows(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 def count_documents(batch: dict[str, Tensor]) -> int:
-    """The number of documents of a batch."""
     if "position_ids" not in batch:
         return len(batch["input_ids"])
     return int((batch["position_ids"].eq(0) & batch["attention_mask"].bool()).sum())

@@ -7,7 +7,6 @@ B  rows   S  tokens   V  vocabulary
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -250,11 +249,10 @@ class SFTTrainer(OverTrainer):
         if self._flattens:
             raise errors.ModelError(f"{reason}. Remove batch_flattening, or set another attn_implementation")
         self._unpacks = True
-        warnings.warn(
+        errors.warn(
             f"{reason}. So the documents of packed rows are computed as separate rows: the results equal "
             "separate documents, but a step takes more time than with one row"
-            f"{'' if self._may_divide() else ', and memory, since all are padded to the longest'}.",
-            stacklevel=2,
+            f"{'' if self._may_divide() else ', and memory, since all are padded to the longest'}."
         )
 
 

@@ -258,7 +258,6 @@ class StridedLayout:
 
     @cached_property
     def end_tokens(self) -> Tensor:
-        """`end_ids`, on the device."""
         return copy_to(self.device, torch.tensor(self.end_ids, dtype=torch.long))[0]
 
     def lengths(self, tokens: Tensor) -> Tensor:

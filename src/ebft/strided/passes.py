@@ -131,9 +131,7 @@ class Nodes:
     @cached_property
     def by_block(self) -> Tensor:
         """The nodes ordered by block, and if they are not merged, by rollout: (C,)."""
-        if not self.is_merged:
-            return self.of_rollouts.flatten()
-        return self.block.argsort(stable=True)
+        return self.block.argsort(stable=True) if self.is_merged else self.of_rollouts.flatten()
 
     @cached_property
     def rank(self) -> Tensor:

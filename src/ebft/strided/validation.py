@@ -22,7 +22,7 @@ from ebft.data.load import load_dataset_of_tokens
 from ebft.data.transforms import RequiredRows
 from ebft.errors import DataError, ModelError
 from ebft.features import FeatureNetwork
-from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.causal_lm import evaluating, positions_of
 from ebft.models.pretrained import rates_as_loaded
 from ebft.models.sharding import load_whole
 from ebft.prefix.forward import ROWS, prepare, run_as_rows, way_of
@@ -130,7 +130,7 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions
         return dataset.filter(lambda row: has_block(_documents(row)))
     if not hasattr(dataset, "__len__"):
         return dataset
-    limit = getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
+    limit = positions_of(model)
     longest, usable = 0, []
     for index, documents in enumerate(_all_documents(dataset)):
         longest = max([longest, *(len(tokens) for tokens, *_ in documents)])

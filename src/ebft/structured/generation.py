@@ -7,7 +7,6 @@ sends the weights to the server.
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,8 +18,8 @@ from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer, longest_reference
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
-from ebft.errors import ConfigError, DataError, doing
-from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
+from ebft.errors import ConfigError, DataError, doing, warn
+from ebft.models.causal_lm import end_token_ids, positions_of, unknown_ids
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import STOPS
 from ebft.structured.reward import FeatureMatchingReward
@@ -82,10 +81,9 @@ class Generation:
         )
         unscored = [] if args.use_vllm else self.sampling.unscored(trainer.scorer.scores_truncated)
         if unscored:
-            warnings.warn(
+            warn(
                 f"{', '.join(unscored)}: completions are sampled with this, but scored at the temperature alone, so "
-                "that gradients are biased. Remove it, or set use_vllm: true, whose log-probabilities correct it.",
-                stacklevel=2,
+                "that gradients are biased. Remove it, or set use_vllm: true, whose log-probabilities correct it."
             )
         self.max_completion_length: int = trainer.max_completion_length
         if reference_limit is not None and not is_interactive and agents is None:
@@ -266,7 +264,10 @@ class Generation:
         # With GRPO, ground_truth may be whatever a reward function accepts.
         with doing(f"reading the row with the prompt {row['prompt']!r:.120}"):
             conversation = self.renderer.of_row(row, self._compares_references)
-        positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
+        positions, length = (
+            positions_of(self._trainer.model),
+            len(conversation.prompt_ids) + len(conversation.reference_ids) + 1,
+        )
         if positions is not None and length > positions and conversation.turns[0].reference_ids:
             raise DataError(
                 f"a prompt and its reference, {length} tokens, exceed max_position_embeddings ({positions}): "
@@ -274,12 +275,8 @@ class Generation:
             )
         return conversation
 
-    def _positions(self) -> int | None:
-        config = unwrap_adapter(self._trainer.model).config.get_text_config()
-        return getattr(config, "max_position_embeddings", None)
-
     def _limits(self) -> turns.Limits:
-        lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
+        lengths = [positions_of(self._trainer.model), self.server.max_model_len if self.server is not None else None]
         longest = min((length for length in lengths if length is not None), default=None)
         return turns.Limits(self.max_completion_length, longest)
 

@@ -205,7 +205,6 @@ class RolloutGRPOTrainer(OverTRL):
             self.budget.add(flops=budget.forward_flops(self.model, tokens, scored=generated))
 
     def before_rewards(self) -> None:
-        """Called before the reward functions."""
         self._rewards_started = time.perf_counter()
         for func in self.reward_funcs:
             if isinstance(func, reward.FeatureMatchingReward):

@@ -8,7 +8,6 @@ B  completions   C  tokens of the longest completion   P  prompts   S  prompt to
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -200,7 +199,7 @@ class SharedPromptScorer:
                 self.shares_prompts = False
                 cause = str(error).replace(HINT, "").strip().rstrip(".")
                 message = f"Prompts are computed once per completion, because they cannot be shared: {cause}."
-                warnings.warn(message, stacklevel=2)
+                errors.warn(message)
         if not self.shares_prompts:
             samples = not (args.use_vllm or args.uses_server)
             check_padding(causal_lm, as_trained=args.disable_dropout, samples=samples)
@@ -259,10 +258,9 @@ class SharedPromptScorer:
             return False
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            errors.warn(
                 f"Prompts are computed once per completion for sequences of more than {self._most_tokens} tokens, "
-                "because the model's rotary frequencies change at this length.",
-                stacklevel=2,
+                "because the model's rotary frequencies change at this length."
             )
         return True
 

@@ -151,17 +151,13 @@ def _download(folder: Path, name: str, version: str) -> Path:
 
 
 def examples_folder() -> Path:
-    """The folder of the examples in the package."""
     return Path(str(files("ebft") / "examples"))
 
 
 def example_files() -> list[Path]:
     """The configs, and the modules with the functions that some configs name."""
-    return sorted(
-        path
-        for pattern in ("*.yaml", "*.py", "quickstart/*.yaml", "quickstart/*.py")
-        for path in examples_folder().glob(pattern)
-    )
+    patterns = ("*.yaml", "*.py", "quickstart/*.yaml", "quickstart/*.py")
+    return sorted(path for pattern in patterns for path in examples_folder().glob(pattern))
 
 
 def copy_examples(to: Path, force: bool = False) -> list[Path]:

@@ -83,9 +83,6 @@ def _tokens(part: RowPart) -> Text:
 
 def page(title: str, reports: list[SectionReport], rows: list[tuple[str, RowView]], note: str | None = None) -> str:
     """The HTML of the page; `rows` are named views, `note` is shown once before them."""
-    template = files("ebft.tools").joinpath("preview.jinja").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(title=title, reports=reports, rows=rows, ignore=IGNORE, note=note)
-    )
+    text = files("ebft.tools").joinpath("preview.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True).from_string(text)
+    return template.render(title=title, reports=reports, rows=rows, ignore=IGNORE, note=note)

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from torch.utils.data import BatchSampler, Sampler
 from transformers import Trainer, TrainerControl
 from transformers import logging as transformers_logging
 
-from ebft.errors import NonFiniteLossError
+from ebft.errors import NonFiniteLossError, warn
 from ebft.files import STAGING, STATE, clean_staging, json_object, publish, write_checksums
 from ebft.models import sharding
 from ebft.models.load import warn_of_lost_steps
@@ -93,7 +92,6 @@ class OverTrainer(Trainer):
 
     @cached_property
     def pushing(self) -> Pushing:
-        """The pushes to the Hub."""
         return Pushing(self)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -445,10 +443,7 @@ class OverTrainer(Trainer):
         self._loss_to_log, self._total_loss = state.get("loss_to_log"), state.get("total_loss")
         self._stream_ended = state.get("stream_ended", False)
         if self._stream_ended:
-            warnings.warn(
-                "train_dataset is a stream that had ended before this checkpoint: training continues from its start.",
-                stacklevel=2,
-            )
+            warn("train_dataset is a stream that had ended before this checkpoint: training continues from its start.")
 
     def load_shared(self, folder: Path) -> None:
         """Restore what `save_shared` has written; called on every process."""
@@ -481,10 +476,9 @@ class OverTrainer(Trainer):
         found = None if recorded is None else folder / Path(recorded).name
         self.state.best_model_checkpoint = str(found) if found is not None and found.is_dir() else None
         if found is not None and self.state.best_model_checkpoint is None and self.args.load_best_model_at_end:
-            warnings.warn(
+            warn(
                 f"load_best_model_at_end: {found.name}, the best checkpoint so far, is not in {folder}, so the best "
-                "model of this run is only looked for among the steps that follow.",
-                stacklevel=2,
+                "model of this run is only looked for among the steps that follow."
             )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:

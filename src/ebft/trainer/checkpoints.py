@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ import torch
 from torch import distributed
 from torch.optim.lr_scheduler import LambdaLR
 
-from ebft.errors import EBFTError, SaveError
+from ebft.errors import EBFTError, SaveError, warn
 from ebft.files import CHECKSUMS, STATE, discard, json_object, remove_staged
 
 
@@ -67,7 +66,7 @@ def rotate(newest: Path, limit: int, best: str | None) -> None:
         try:
             discard(folder)
         except OSError as error:
-            warnings.warn(f"save_total_limit: {folder} cannot be deleted ({error}).", stacklevel=2)
+            warn(f"save_total_limit: {folder} cannot be deleted ({error}).")
 
 
 def step_in_name(folder: Path) -> int | None:
@@ -92,11 +91,10 @@ def read_running_state(folder: str, args: Any) -> dict[str, Any]:
     if args.process_index == 0:
         reason = f"was not saved by {processes} process{'es' if processes > 1 else ''}, as this run has"
         others = any(Path(folder).glob("running_state*.pth"))
-        warnings.warn(
+        warn(
             f"{folder} {reason if others else 'has no running_state.pth'}, so what is kept per process is lost: "
             "the sums of metrics since the last log, train_loss of the whole run, and in structured mode and GRPO "
-            "the completions sampled for later updates, replayed groups and failed prompts.",
-            stacklevel=2,
+            "the completions sampled for later updates, replayed groups and failed prompts."
         )
     return {}
 
@@ -117,11 +115,10 @@ def use_schedule(scheduler: Any, step_of_run: int, warns: bool) -> None:
     rates = [rate * at_step(step) for rate, at_step in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     before, now = max(scheduler.get_last_lr()), max(rates)
     if warns and abs(now - before) > _JUMP * max(now, before):
-        warnings.warn(
+        warn(
             f"The learning rate is {now:.3g} instead of {before:.3g} after step {step_of_run}, where training resumes, "
             "because the schedule of this run differs from its checkpoint's. To continue the former one, restore the "
-            "length of the run (max_steps, num_epochs, the data), the warm-up and lr_scheduler.",
-            stacklevel=2,
+            "length of the run (max_steps, num_epochs, the data), the warm-up and lr_scheduler."
         )
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -158,9 +155,7 @@ def compare_rows(state: Any, training: Any, held_out: Any, *, warns: bool) -> No
             changed = f"{now['rows']:,} rows instead of {saved.get('rows'):,}"
         else:
             changed = f"{now['rows']:,} rows as before, with other contents or in another order"
-        warnings.warn(
-            f"The {kind} data differ from the checkpoint's: {changed}. {effect.format(state.global_step)}", stacklevel=2
-        )
+        warn(f"The {kind} data differ from the checkpoint's: {changed}. {effect.format(state.global_step)}")
 
 
 def describe_rows(rows: Any) -> dict[str, int] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future
 from fnmatch import fnmatch
@@ -16,19 +15,13 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi
 
-from ebft.errors import cause
+from ebft.errors import cause, warn
 from ebft.files import CHECKSUMS, RUN_FILE
 from ebft.run_files import CARD, LEFT_OUT, MODEL_FILES, read_object
 
 # Keys of JSON files whose values may be paths of this machine; only their last part is pushed.
-_PATHS = {
-    "base_model_name_or_path",
-    "_name_or_path",
-    "name_or_path",
-    "best_model_checkpoint",
-    "base_model",
-    "gguf_file",
-}
+_NAMES = ("base_model_name_or_path", "_name_or_path", "name_or_path", "base_model")
+_PATHS = {*_NAMES, "best_model_checkpoint", "gguf_file"}
 _OF_RUN = _PATHS | {"chat_template", "nemo_gym_config_paths"}
 
 
@@ -139,10 +132,9 @@ class Pushing:
             self._jobs.pop(folder).result()
         except Exception as error:  # the client's transport errors have no common public base class
             self._failed.append(folder)
-            warnings.warn(
+            warn(
                 f"{folder} was not pushed to {self.trainer.hub_model_id} ({cause(error)}). It is saved here; the next "
-                "save and the end of training are pushed too.",
-                stacklevel=2,
+                "save and the end of training are pushed too."
             )
 
     def _push(self, folder: Path) -> None:

@@ -53,7 +53,6 @@ class PromptLayout:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The length of each suffix."""
         return list(chain(*self.suffixes))
 
     @cached_property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ebft.errors import RolloutError
+from ebft.errors import RolloutError, warn
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.structured.rollouts.adapters import AdapterSync, Version
 from ebft.structured.rollouts.client import ModelNotServed, VLLMClient
@@ -176,11 +175,9 @@ class Agents(Protocol):
         `params` of requests: the `model`, a version of the adapter, which `POLICY` stands for meanwhile; `temperature`,
         `top_p`, and `max_output_tokens`, the limit of each reply.
         """
-        ...
 
     def cancel(self) -> None:
         """Cancel running conversations; the threads that wait for them raise CancelledError."""
-        ...
 
 
 def run_agents(agents: Agents, rows: list[dict[str, Any]], backend: VLLMBackend, max_tokens: int) -> list[Rollout]:
@@ -303,7 +300,7 @@ class SamplingCheck:
             )
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{what} The warning limit is {self.warn:.3g} (vllm_logp_diff_warn).", stacklevel=2)
+            warn(f"{what} The warning limit is {self.warn:.3g} (vllm_logp_diff_warn).")
 
     def check_others(self, found: Difference, version: str, step: int, others: dict[str, Difference]) -> None:
         """Raise RolloutError if the samples fit one of `others`, differences by name, much better than `version`."""

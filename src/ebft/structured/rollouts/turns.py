@@ -37,7 +37,6 @@ class Rollout:
             self.logps += [0.0] * len(ids)
 
     def reply(self, ids: list[int], logps: list[float] | None) -> None:
-        """Append a sampled reply."""
         self.ids += ids
         self.generated += [1] * len(ids)
         self.logps = self.logps + logps if self.logps is not None and logps is not None else None

@@ -69,7 +69,6 @@ def doctor(
     plans = card is not None or memory is not None
     if plans and config is None:
         raise ConfigError("--for and --memory plan a step of a config: add it, as in `ebft doctor run.yaml --for h100`")
-
     planned_on = gpu_card(card, memory) if plans else None
 
     def show(checks: Iterable[Check]) -> None:
@@ -227,8 +226,10 @@ def preprocess(
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
         raise DataError(f"--html {html}: the file exists and is not an HTML page. Choose another file.")
     say_loading()
+    from ebft.methods.views import first_rows, generation_prompt
     from ebft.models.pretrained import load_tokenizer  # imports transformers, which is slow and not needed for help
     from ebft.run.prepared_rows import describe, prepare_rows
+    from ebft.tools.preview import legend, page, show_reports, show_row
 
     shows = debug or html is not None or count is not None
     tokenizer = load_tokenizer(run_config)
@@ -239,34 +240,26 @@ def preprocess(
         raise ConfigError("streaming: the rows of a stream are not prepared. --debug shows the first ones.")
     if shows:
         rows = run_config.method.load_rows(run_config, tokenizer) if prepared is None else prepared.rows
-        is_new = prepared is None or prepared.is_new
-        _show(run_config, tokenizer, rows, is_new, count or 5, debug or html is None, html)
+        train = run_config.method.arrange(run_config, rows.train)
+        view = run_config.method.row_view(run_config, tokenizer)
+        shown = list(first_rows(count or 5, view, train, rows.evaluation))
+        note = generation_prompt(tokenizer, run_config.required_rows.chat_template_kwargs)
+        if html is not None:
+            html.write_text(page("Prepared rows", rows.reports, shown, note), encoding="utf-8")
+        if debug or html is None:
+            console, are_printed = safe_console(highlight=False), prepared is None or prepared.is_new
+            for line in (*show_reports(rows.reports, are_printed), legend(), *([Text(note)] if note else [])):
+                console.print(line)
+            for title, row in shown:
+                console.print(*show_row(title, row), sep="\n")
+        if html is not None:
+            say(f"Rows written to {html}")
     if prepared is None:
         return
     say(describe(prepared))
     if run_config.dataset_prepared_path is None:
         command = ["ebft", "train", str(config), *(overrides or []), f"dataset_prepared_path={DEFAULT_FOLDER}"]
         say(f"Train on them with: {shlex.join(command)}", err=True)
-
-
-def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool, html: Path | None) -> None:
-    """Show the first rows in the terminal, and write them to an HTML file; `is_new`: they were prepared now."""
-    from ebft.methods.views import first_rows, generation_prompt
-    from ebft.tools.preview import legend, page, show_reports, show_row
-
-    train = config.method.arrange(config, rows.train)
-    shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
-    note = generation_prompt(tokenizer, config.required_rows.chat_template_kwargs)
-    if html is not None:
-        html.write_text(page("Prepared rows", rows.reports, shown, note), encoding="utf-8")
-    if in_terminal:
-        console = safe_console(highlight=False)
-        for line in (*show_reports(rows.reports, are_printed=is_new), legend(), *([Text(note)] if note else [])):
-            console.print(line)
-        for title, view in shown:
-            console.print(*show_row(title, view), sep="\n")
-    if html is not None:
-        say(f"Rows written to {html}")
 
 
 @polite

@@ -213,7 +213,6 @@ class LiveRun:
         return self.run.get("config") or {}
 
     def curves(self) -> list[Curve]:
-        """The curves of the metrics that the run has."""
         return curves_of(self.metrics, self.config)
 
     def outcome(self) -> Outcome | None:

@@ -128,11 +128,9 @@ class Dashboard(App[str]):
         self.draw()
 
     def action_show(self, name: str) -> None:
-        """Switch to a tab."""
         self._base.query_one(TabbedContent).active = name
 
     def action_close(self) -> None:
-        """Close."""
         self.exit("closed")
 
 
@@ -156,7 +154,6 @@ class CurveGrid(VerticalScroll):
     DEFAULT_CSS = "CurveGrid { layout: grid; grid-gutter: 0 1; }"
 
     def show(self, curves: list[Curve]) -> None:
-        """Draw these curves."""
         plots = list(self.query(CurvePlot))
         for extra in plots[len(curves) :]:
             extra.remove()

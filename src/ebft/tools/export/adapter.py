@@ -93,7 +93,13 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
         trained = weights.get(name.replace(".modules_to_save.", "."))
         if trained is not None and torch.equal(trained, weights[name]):
             weights = {other: value for other, value in weights.items() if other != name}
-    vocab_size = _fit_vocabulary(base, weights)
+    rows = saved_rows(base, weights)  # with the added tokens
+    if rows is not None and rows != base.get_input_embeddings().num_embeddings:
+        present, absent = saved_layers(base, weights)
+        if absent:
+            raise ModelError(f"{not_whole('The adapter', rows, present, absent)}.")
+        base.resize_token_embeddings(rows, mean_resizing=False)
+    vocab_size = base.get_input_embeddings().num_embeddings
     modules = {id(module): name for name, module in base.named_modules()}
     parameters = dict(base.named_parameters(remove_duplicate=False))
     owners = {name: (base.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parameters}
@@ -155,17 +161,6 @@ def merge_into(layer: LoraLayer, names: list[str], values: dict[str, Tensor], ad
         values[name] = getattr(module, attribute).data
         setattr(module, attribute, nn.Parameter(torch.empty_like(values[name], device="meta"), requires_grad=False))
     layer.merged_adapters.clear()
-
-
-def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
-    """Resize the embeddings to the saved ones, which have added tokens; returns their rows. Raises ModelError."""
-    rows = saved_rows(base, weights)
-    if rows is not None and rows != base.get_input_embeddings().num_embeddings:
-        present, missing = saved_layers(base, weights)
-        if missing:
-            raise ModelError(f"{not_whole('The adapter', rows, present, missing)}.")
-        base.resize_token_embeddings(rows, mean_resizing=False)
-    return base.get_input_embeddings().num_embeddings
 
 
 def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:

@@ -15,7 +15,6 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import _TYPES, save_file
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
@@ -23,7 +22,8 @@ from ebft import files
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, doing
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
-from ebft.models.weight_files import INDEX, WEIGHTS, ShardedReader, WeightFiles, read_index, weight_files
+from ebft.models.sharding import load_parts
+from ebft.models.weight_files import INDEX, WEIGHTS, WeightFiles, read_index, weight_files
 from ebft.run_files import RECORDS
 from ebft.tools.export.adapter import empty_model
 from ebft.transformers_internals import convert_moe_packed_tensors
@@ -176,10 +176,7 @@ def _read(parts: Path) -> dict[str, Tensor]:
         index = read_index(parts).state_dict_metadata
         tensors = {name: entry for name, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
         weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
-        try:
-            load(weights, storage_reader=ShardedReader(parts), no_dist=True)
-        except CheckpointException as error:  # which is no Exception
-            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+        load_parts(weights, parts)
     return {name.removeprefix("model."): weight for name, weight in weights.items()}
 
 

@@ -191,7 +191,6 @@ class WeightPart:
 
     @property
     def keys(self) -> list[str]:
-        """The weights to read."""
         return [key for group in self.groups for key in group.keys]
 
     @property

@@ -108,7 +108,6 @@ def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedMode
 
 
 def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
-    """The perplexity of the scored tokens of sequences."""
     scores = Scores()
     for number, (one, nll) in enumerate(zip(sequences, token_nll(model, [one.ids for one in sequences]))):
         of_scored = nll[[place - 1 for place in one.scored]]

@@ -41,7 +41,6 @@ class SamplingOptions:
     seed: int | None = None
 
     def generation_config(self, model: nn.Module) -> GenerationConfig:
-        """The generation config of a model with these options."""
         found = copy.deepcopy(unwrap_adapter(model).generation_config)
         found.max_length = None
         found.max_new_tokens = self.max_new_tokens

@@ -39,7 +39,6 @@ _OF_THE_EXAMPLE = {
     *("eval_steps", "eval_on_start", "evals_per_epoch", "save_steps", "saves_per_epoch", "save_total_limit"),
     *("logging_steps", "output_dir", "seed"),
 }
-# Methods whose examples are for long runs of large models, and the rate of others; docs/choosing.md has the ranges.
 _HELD_OUT_SPLITS = ("validation", "test")
 _FEWEST = 20  # rows; a tenth is held out
 _MOST_HELD_OUT = 128
@@ -112,7 +111,6 @@ def _read(
 
 
 def method_named(method: str) -> Method:
-    """The method of this name."""
     return selected_method(_selection(named_methods()[method]))
 
 

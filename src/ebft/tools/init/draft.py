@@ -104,8 +104,15 @@ def fit_to_memory(
     if "sequence_len" not in given:
         total = [one.prompt + one.reference if isinstance(one, PromptLength) else one for one in lengths]
         _set_length(found, total, min(limit, WINDOW) if is_text else limit, is_text)
-    if rows is not None and isinstance(lengths[0], PromptLength):
-        _set_completion(found, given, lengths)
+    sets_completion = "max_completion_length" in (given.get("trl") or {})
+    if rows is not None and isinstance(lengths[0], PromptLength) and not sets_completion:
+        # The longest completion to sample: 95 of 100 references are not longer.
+        ordered = sorted(max(reference for _, reference in each.turns) for each in lengths)
+        usual = ordered[math.ceil(0.95 * len(ordered)) - 1]
+        default = found.values["trl"]["max_completion_length"]
+        length = min(default, max(32, math.ceil(usual / 32) * 32)) if usual else default
+        found.values["trl"]["max_completion_length"] = length
+        found.comments["trl.max_completion_length"] = f"95% of the references have at most {usual} tokens"
     config = RunConfig.from_dict(copy.deepcopy(found.values))
     if model_config is None:
         return
@@ -158,18 +165,6 @@ def _set_length(found: Draft, lengths: list[int], limit: int, is_text: bool) -> 
     found.notes.append(f"sequence_len: {length}: {words}")
 
 
-def _set_completion(found: Draft, given: dict[str, Any], lengths: Sequence[Any]) -> None:
-    """The longest completion to sample: 95 of 100 references are not longer."""
-    if "max_completion_length" in (given.get("trl") or {}):
-        return
-    ordered = sorted(max(reference for _, reference in each.turns) for each in lengths)
-    usual = ordered[math.ceil(0.95 * len(ordered)) - 1]
-    default = found.values["trl"]["max_completion_length"]
-    length = min(default, max(32, math.ceil(usual / 32) * 32)) if usual else default
-    found.values["trl"]["max_completion_length"] = length
-    found.comments["trl.max_completion_length"] = f"95% of the references have at most {usual} tokens"
-
-
 def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_config: Any, rows: LongestRows) -> None:
     """Change what lowers the memory of a step until it fits, first what leaves the step the same."""
     try:
@@ -213,13 +208,10 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     """The draft as commented YAML, which is checked as `ebft config --check` does. Raises ConfigError."""
     described = {option.key: option.description for options in option_groups().values() for option in options}
     first = {key: text.replace("`", "").partition(". ")[0].rstrip(".") for key, text in described.items()}
-    comments = first | draft.comments
-    comments |= {
-        key: "" for key in ("base_model", "datasets.N.path", "test_datasets.N.path") if key not in draft.comments
-    }
+    plain = ("base_model", "datasets.N.path", "test_datasets.N.path")  # need no comment
+    comments = first | dict.fromkeys(plain, "") | draft.comments
     left, lines = dict(draft.values), [written_by(command), _PATHS, ""]
-    titles = [*_FIRST, *(title for title in GROUPS if title not in _FIRST)]
-    for title in titles:
+    for title in (*_FIRST, *(title for title in GROUPS if title not in _FIRST)):
         part = {key: left.pop(key) for key in GROUPS[title].model_fields if key in left}
         if part:
             lines += [f"# {title}", *_mapping(part, comments, ""), ""]
@@ -230,7 +222,6 @@ def render(draft: Draft, command: Sequence[str]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file."""
     with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)

@@ -70,7 +70,14 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
     if processes == 1 and options.launcher is None and not options.passed_on:
         return Plan(options, None, 1, gpus, f"Training in one process on one of {gpus} GPUs{reason}." if reason else "")
     plan = Plan(options, options.launcher or ACCELERATE, processes, gpus)
-    return replace(plan, note=_note(plan, reason))
+    count = f"{plan.per_machine} process{'es' if plan.per_machine > 1 else ''}"
+    rank = f" on machine {options.machine_rank} of {options.machines} (counted from 0)"
+    machine = rank if options.machines > 1 else ""
+    where = " on CPU" if not gpus else f" on {plan.per_machine} of {gpus} GPUs"
+    if plan.per_machine == gpus > 1:
+        where = ", one per GPU"
+    one = "" if options.num_processes or options.launcher else " --launcher python trains in one process."
+    return replace(plan, note=f"Starting {count} with {plan.launcher}{machine}{where}{reason}.{one}")
 
 
 # Options of launchers that `ebft train` sets, or that would replace keys of the config.
@@ -139,15 +146,3 @@ def _automatic(options: LaunchOptions, config: RunConfig, gpus: int) -> tuple[in
         here = max(1, gpus - server_gpus(config.server_settings.vllm, gpus))
         reason = "; the others are for the vLLM server" if here < gpus else ""
     return here * options.machines, reason
-
-
-def _note(plan: Plan, reason: str) -> str:
-    options = plan.options
-    count = f"{plan.per_machine} process{'es' if plan.per_machine > 1 else ''}"
-    rank = f" on machine {options.machine_rank} of {options.machines} (counted from 0)"
-    machine = rank if options.machines > 1 else ""
-    where = " on CPU" if not plan.gpus else f" on {plan.per_machine} of {plan.gpus} GPUs"
-    if plan.per_machine == plan.gpus > 1:
-        where = ", one per GPU"
-    one = "" if options.num_processes or options.launcher else " --launcher python trains in one process."
-    return f"Starting {count} with {plan.launcher}{machine}{where}{reason}.{one}"

@@ -115,6 +115,5 @@ def train_in_worker(task: WorkerTask) -> RunOutcome:
     set_up_process()
     logging.getLogger().setLevel(logging.WARNING)  # Python's default; Ray Train has set INFO, and logs every report
     show_warnings()
-    worker = import_module(_WORKER)  # by name, since it imports this module, and transformers, which warns
-
-    return worker.train_noting_errors(task)
+    # By name, since it imports this module, and transformers, which warns.
+    return import_module(_WORKER).train_noting_errors(task)

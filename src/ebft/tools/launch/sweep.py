@@ -58,7 +58,6 @@ class SweepRun:
     measured: str = ""
 
     def overrides(self) -> list[str]:
-        """The values as overrides of the config."""
         return [f"{key}={_yaml(value)}" for key, value in self.values.items()]
 
 

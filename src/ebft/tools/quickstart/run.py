@@ -30,10 +30,7 @@ _MADE = ("data", "base", "ebft", "sft", "sft-tenth", "samples.txt", "summary.jso
 
 @dataclass(frozen=True)
 class Run:
-    """A config file with overrides, and how it is measured.
-
-    `groups` is the number of groups of held-out documents.
-    """
+    """A config file with overrides, and the number of groups of held-out documents that it is measured on."""
 
     config_file: Path
     overrides: list[str]
