@@ -22,7 +22,7 @@ from ebft.errors import ConfigError, DataError, EBFTError, doing, prefixed, shor
 from ebft.machine import is_main_process
 from ebft.printed import say
 
-_NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
+_NOTED = "lost"  # column of what a row loses: one of `row_counts.LOST`
 _READ = "columns_read"  # column of the names of the columns that were read
 # Converts a transformed row to columns; `reason` says why the row is dropped, empty if it is kept. A DataError
 # that it raises is reported with the transform and the row.
@@ -81,7 +81,7 @@ def apply_transform(
     with doing(f"applying {step.name}, with map_kwargs {', '.join(map_kwargs)}"):
         rows = tables.map_rows(raw, function, name=step.name, **options, **map_kwargs)
     found, documents = np.asarray(rows[_NOTED], dtype=object), np.asarray(rows["document"])
-    for what in (row_counts.LEFT_OUT, row_counts.UNTHINKING):
+    for what in row_counts.LOST:
         if (found == what).any():
             counts.add(what, np.unique(documents[found == what]).tolist())
     if not step.is_own and is_main_process():
@@ -114,6 +114,8 @@ class _Step:
         self.removed = {removed} if isinstance(removed, str) else set(removed)
         self.fields = [field for field in {**features, **WITH_REASON} if field != "document"]
         self.packed = [field for field, kind in features.items() if kind == IDS and raw is not None]
+        unknown, *others = (getattr(tokenizer, f"{name}_token_id") for name in ("unk", "bos", "eos", "pad"))
+        self.unknown = -1 if unknown is None or unknown in others else unknown
         calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
         tools = getattr(entry, "field_tools", None)
         self.clean = dict if raw is None else json_files.without_added_keys(raw.features, tools, calls)
@@ -149,7 +151,7 @@ class _Step:
                 raise
             except Exception as error:  # some lose their notes on the way from another process
                 raise DataError(told(error)) from error
-        noted, read = row_counts.take_left_out(), json.dumps(sorted(columns.read))
+        noted, read = row_counts.take_lost(), json.dumps(sorted(columns.read))
         return [row | {"document": self.first_document + index, _NOTED: noted, _READ: read} for row in found]
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -170,14 +172,14 @@ class _Step:
         with doing(where), prefixed(where):
             result = self._call({name: [row[name] for row in given] for name in given[0]})
             rows = [dict(zip(result, values)) for values in zip(*result.values(), strict=True)]
-        noted = row_counts.take_left_out()
+        noted = row_counts.take_lost()
         # If the number of rows changed, the raw row of a result is unknown, and all count as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
         checked = []
         for number, (row, document) in enumerate(zip(rows, documents)):
             with doing(each := f"{where}, result {number}"), prefixed(each):
                 fields = self._checked(row)
-            notes = {_NOTED: row_counts.take_left_out() or noted, _READ: "[]"}
+            notes = {_NOTED: row_counts.take_lost() or noted, _READ: "[]"}
             checked.append(fields | notes | {"document": self.first_document + document})
         return checked
 
@@ -188,6 +190,8 @@ class _Step:
             checked = {**dict.fromkeys(self.fields), "reason": str(dropped)}
         # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
         ids = {field: np.asarray(checked[field], dtype=np.int32) for field in self.packed if checked[field] is not None}
+        if any(self.unknown in values for values in ids.values()):
+            row_counts.note_lost(row_counts.UNKNOWN)
         return checked | ids
 
     def _call(self, example: dict[str, Any]) -> Any:

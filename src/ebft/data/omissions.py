@@ -110,7 +110,7 @@ class Omissions:
         if part.what == "thinking":
             is_last = index == len(messages) - 1
             if not is_trained or (not is_last and _depends_on(messages[: index + 1], index, part, render)):
-                row_counts.note_left_out(row_counts.UNTHINKING if is_trained else row_counts.LEFT_OUT)
+                row_counts.note_lost(row_counts.UNTHINKING if is_trained else row_counts.LEFT_OUT)
                 return
         if part.what == "content" and message.get("tool_calls"):
             self._warn(

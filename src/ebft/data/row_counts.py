@@ -145,25 +145,27 @@ UNTHINKING = (
     "with turns that are trained on without their thinking, which the chat template leaves out of earlier turns; "
     "ebft_strided_chat.transform_all_turns keeps it"
 )
-NOTES = (SPLIT, TRUNCATED, LEFT_OUT, UNTHINKING)
+UNKNOWN = "with text that the tokenizer does not know, and replaces with its unknown token"
+LOST = (UNKNOWN, LEFT_OUT, UNTHINKING)
+NOTES = (SPLIT, TRUNCATED, *LOST)
 
 
 class Dropped(EBFTError):
     """A row is dropped, for one of the reasons above. Not an error: the row is counted."""
 
 
-_left_out: set[str] = set()  # of the rows that were checked since `take_left_out` was called
+_lost: set[str] = set()  # of the rows that were checked since `take_lost` was called
 
 
-def note_left_out(what: str) -> None:
-    """Note for the row that is being checked that the chat template leaves out LEFT_OUT or UNTHINKING."""
-    _left_out.add(what)
+def note_lost(what: str) -> None:
+    """Note what the row that is being checked loses: one of LOST."""
+    _lost.add(what)
 
 
-def take_left_out() -> str:
-    """The note of the report for the rows that were checked since the last call, empty if nothing was left out."""
-    found = max(_left_out, key=(LEFT_OUT, UNTHINKING).index, default="")
-    _left_out.clear()
+def take_lost() -> str:
+    """The note of the report for the rows that were checked since the last call, empty if nothing was lost."""
+    found = max(_lost, key=LOST.index, default="")
+    _lost.clear()
     return found
 
 
