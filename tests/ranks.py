@@ -44,9 +44,7 @@ def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
 
 def exit_codes(started: list[Any]) -> list[int]:
     """Wait for processes that called `print_stacks_at_signal`; one that takes too long prints its stacks and is killed.
-
-    Of a forked process, faulthandler.dump_traceback_later can wait for a thread that the fork did not take along.
-    """
+    Of a forked process, faulthandler.dump_traceback_later can wait for a thread that the fork did not take along."""
     end = time.monotonic() + _LIMIT
     for process in started:
         process.join(max(0.0, end - time.monotonic()))

@@ -1,8 +1,6 @@
-"""`python -m tests.devices [CASE ...]`: train each case on the pretend accelerator and on CPU, and compare.
-
-Prints what the second step starts and waits for, by line of `src/ebft`. Fails if an operation mixes devices, which
-names the line, if a logged number or a trained weight is not the CPU's, or if a step waits more often than it may.
-"""
+"""`python -m tests.devices [CASE ...]`: train each case on the pretend accelerator and on CPU, and compare. Prints what
+the second step starts and waits for, by line of `src/ebft`. Fails if an operation mixes devices, which names the line,
+if a logged number or a trained weight is not the CPU's, or if a step waits more often than it may."""
 
 import argparse
 import contextlib
@@ -46,12 +44,10 @@ OTHERS["orpo"] = ("comparisons", "chatml.icr", {"rl": "orpo", **LORA})
 
 @dataclass(frozen=True)
 class Case:
-    """A golden run with other keys, those of the device alone, and the most waits of a step.
-
-    `only_finite`: in 16 bits, and with tiles of other sizes, random numbers select other tokens or weights than on CPU.
-    `during` is the context of a run in a folder, on the device or not, and gives further keys, if any. `then` computes
-    further numbers after it. `copied`: the tokens up to which prompts are copied to their samples.
-    """
+    """A golden run with other keys, those of the device alone, and the most waits of a step. `only_finite`: in 16 bits,
+    and with tiles of other sizes, random numbers select other tokens or weights than on CPU. `during` is the context of
+    a run in a folder, on the device or not, and gives further keys, if any. `then` computes further numbers after it.
+    `copied`: the tokens up to which prompts are copied to their samples."""
 
     golden: str
     keys: dict[str, Any] = field(default_factory=dict)

@@ -24,9 +24,7 @@ _DEVICE = (str(Path(__file__).parent), str(Path(_SOURCE, "tools", "doctor", "fak
 @dataclass
 class Counts:
     """What the device did, by `file:line` of the package; `(backward)` for what autograd's own thread started.
-
-    `uploads` are copies to the device; those that wait for it are also among `waits`.
-    """
+    `uploads` are copies to the device; those that wait for it are also among `waits`."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # (line, operation)

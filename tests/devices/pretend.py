@@ -1,10 +1,8 @@
-"""An accelerator that a CPU pretends to be, which finds mistakes of device and synchronisation without a GPU.
-
-Tensors on `pretend:0` and `pretend:1` are PyTorch's own, made by DLPack from memory of the CPU, and one kernel, a
-`_Call`, computes all operations on CPU tensors with their memory, so results are equal to the CPU's to the last digit.
-As with CUDA, an operation on tensors of two devices is an error, and reading a value waits for the device. `record`
-counts kernels and waits by line. Use it in a process of its own, for which the backend is registered.
-"""
+"""An accelerator that a CPU pretends to be, which finds mistakes of device and synchronisation without a GPU. Tensors
+on `pretend:0` and `pretend:1` are PyTorch's own, made by DLPack from memory of the CPU, and one kernel, a `_Call`,
+computes all operations on CPU tensors with their memory, so results are equal to the CPU's to the last digit. As with
+CUDA, an operation on tensors of two devices is an error, and reading a value waits for the device. `record` counts
+kernels and waits by line. Use it in a process of its own, for which the backend is registered."""
 
 from __future__ import annotations
 
@@ -250,11 +248,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _is_copied_later(target: Tensor, source: Tensor) -> bool:
-    """Whether CUDA copies memory of the CPU without a wait if the caller asks for that.
-
-    From pinned memory always; but a change of dtype, or a source that is not contiguous, is first written to other
-    memory. From memory that is not pinned, the driver takes up to 64 KiB into its own and returns; for more it waits.
-    """
+    """Whether CUDA copies memory of the CPU without a wait if the caller asks for that. From pinned memory always; but
+    a change of dtype, or a source that is not contiguous, is first written to other memory. From memory that is not
+    pinned, the driver takes up to 64 KiB into its own and returns; for more it waits."""
     is_pinned = _is_pinned(source) and source.is_contiguous() and source.dtype == target.dtype
     return is_pinned or target.numel() * target.element_size() <= _STAGED
 

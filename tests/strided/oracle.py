@@ -1,9 +1,7 @@
-"""The naive twin of strided EBFT: every short sequence through the plain model, one at a time, in loops.
-
-Imports nothing from ebft. Written from the definitions: anchors per row, texts and rollouts that stop at their first
-end token (`o.ends`), nested prefixes, features of each sequence from its own forward pass, float64 whitening by SVD,
-leave-one-out baselines by leaving out.
-"""
+"""The naive twin of strided EBFT: every short sequence through the plain model, one at a time, in loops. Imports
+nothing from ebft. Written from the definitions: anchors per row, texts and rollouts that stop at their first end token
+(`o.ends`), nested prefixes, features of each sequence from its own forward pass, float64 whitening by SVD,
+leave-one-out baselines by leaving out."""
 
 import contextlib
 from types import SimpleNamespace
@@ -122,10 +120,8 @@ def advantages_of(x, ys, alignment, diversity, rewards, o):
 
 
 def oracle_step(model, rows, rollouts, o):
-    """Everything a step computes, from rows = [(ids, prompt, ce_targets)] and rollouts (B, N, NB, G).
-
-    Returns a namespace of lists by (row, block); `loss` carries the gradient.
-    """
+    """Everything a step computes, from rows = [(ids, prompt, ce_targets)] and rollouts (B, N, NB, G). Returns a
+    namespace of lists by (row, block); `loss` carries the gradient."""
     out = SimpleNamespace(anchors=[], logps={}, alignment={}, diversity={}, rewards={}, advantages={}, cfm={})
     rl_terms, ce_terms = [], []
     for r, (ids, prompt, targets) in enumerate(rows):

@@ -1,7 +1,5 @@
-"""Every causal language model of the installed transformers equals separate plain passes, or is refused.
-
-`pytest -m slow -s tests/strided/test_every_model.py` prints which of them are equal, refused, or not built.
-"""
+"""Every causal language model of the installed transformers equals separate plain passes, or is refused. `pytest -m
+slow -s tests/strided/test_every_model.py` prints which of them are equal, refused, or not built."""
 
 import copy
 from types import SimpleNamespace

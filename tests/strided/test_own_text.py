@@ -1,8 +1,6 @@
-"""A model trained on its own text stays as it is: the expected gradient of the reward is zero, also on end tokens.
-
-With as much weight on diversity as on alignment, the expected reward of a sample does not depend on it if the reference
-has the policy's own distribution. The texts of these tests are sampled from the model by a plain loop.
-"""
+"""A model trained on its own text stays as it is: the expected gradient of the reward is zero, also on end tokens. With
+as much weight on diversity as on alignment, the expected reward of a sample does not depend on it if the reference has
+the policy's own distribution. The texts of these tests are sampled from the model by a plain loop."""
 
 import copy
 import itertools

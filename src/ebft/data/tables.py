@@ -67,10 +67,8 @@ def _temporary_file() -> str:
 
 @cache
 def _folder(process: int) -> Path:
-    """The folder of the temporary files of this process, beside the cache: /tmp may be small, or in memory.
-
-    It is deleted at the end of the process, and folders of killed processes, which hold no lock, are deleted here.
-    """
+    """The folder of the temporary files of this process, beside the cache: /tmp may be small, or in memory. It is
+    deleted at the end of the process, and folders of killed processes, which hold no lock, are deleted here."""
     base = Path(datasets.config.HF_DATASETS_CACHE)
     base.mkdir(parents=True, exist_ok=True)
     with FileLock(base / f".{_PREFIX}{_LOCK}"):

@@ -48,10 +48,8 @@ class Places:
         return places
 
     def _known(self, index: int) -> Place:
-        """The turn `index`. Between the same texts, a turn of the same roles has the same place around its content.
-
-        So the time of a chat of plain texts is linear in its turns: each other way renders the chat up to the turn.
-        """
+        """The turn `index`. Between the same texts, a turn of the same roles has the same place around its content. So
+        the time of a chat of plain texts is linear in its turns: each other way renders the chat up to the turn."""
         around = [self._contents.get(number) for number in (index - 1, index, index + 1)]
         is_last = index + 1 == len(self.messages)
         if None in around[:2] or (around[2] is None and not is_last):
@@ -162,11 +160,9 @@ class Places:
 
     @cached_property
     def _contents(self) -> dict[int, tuple[int, int] | None]:
-        """The ranges of all messages that are plain texts, from one rendering with a mark in place of each.
-
-        Empty if the rest of that rendering differs from the chat, such as with templates that omit thinking. One
-        rendering instead of two for each message: a chat of 100 messages takes a tenth of the time.
-        """
+        """The ranges of all messages that are plain texts, from one rendering with a mark in place of each. Empty if
+        the rest of that rendering differs from the chat, such as with templates that omit thinking. One rendering
+        instead of two for each message: a chat of 100 messages takes a tenth of the time."""
         marks, marked = {}, list(self.messages)
         for index, message in enumerate(self.messages):
             content = message.get("content")

@@ -187,10 +187,8 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
 
 @contextmanager
 def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
-    """Enable cheaper computation of the layers, with equal results: see `ebft.prefix.cpu` (CPU only).
-
-    This excludes forward passes that gradient checkpointing may recompute, since the recomputed graph would differ.
-    """
+    """Enable cheaper computation of the layers, with equal results: see `ebft.prefix.cpu` (CPU only). This excludes
+    forward passes that gradient checkpointing may recompute, since the recomputed graph would differ."""
     with ExitStack() as stack:
         if not torch.is_grad_enabled():
             stack.enter_context(cpu_matmul(causal_lm.device))
@@ -281,11 +279,9 @@ def apply_head(causal_lm: PreTrainedModel, states: Tensor, results: Float32Resul
 
 
 def _is_plain(causal_lm: PreTrainedModel) -> bool:
-    """Whether the output layer is linear and nothing else.
-
-    It has no adapter, no projection before it, no weights that are sharded, quantised or computed from others (as by
-    `torch.nn.utils.prune`), and no hooks, except those that are marked with an attribute `only_observes`.
-    """
+    """Whether the output layer is linear and nothing else. It has no adapter, no projection before it, no weights that
+    are sharded, quantised or computed from others (as by `torch.nn.utils.prune`), and no hooks, except those that are
+    marked with an attribute `only_observes`."""
     output, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
     if type(output) is not nn.Linear or output.in_features != config.hidden_size or "forward" in output.__dict__:
         return False
@@ -319,10 +315,8 @@ def has_linear_head(causal_lm: PreTrainedModel) -> bool:
 
 
 class _GivenStates(nn.Module):
-    """Replaces the backbone, and any submodule of it, while the head is applied to precomputed states.
-
-    Its other attributes, such as the factor of the logits in Falcon-H1, are the backbone's.
-    """
+    """Replaces the backbone, and any submodule of it, while the head is applied to precomputed states. Its other
+    attributes, such as the factor of the logits in Falcon-H1, are the backbone's."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()

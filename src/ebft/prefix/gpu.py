@@ -184,10 +184,8 @@ def _folded(layer: LoraLinear) -> Callable[[Tensor], Tensor]:
 
 
 def _adding(layer: LoraLinear) -> Callable[[Tensor], Tensor]:
-    """Return PEFT's forward of a LoRA layer, with scaling and sum as part of a product, in the dtype of the weight.
-
-    The adapters are thus rounded as with autocast, by far less than the layer's output.
-    """
+    """Return PEFT's forward of a LoRA layer, with scaling and sum as part of a product, in the dtype of the weight. The
+    adapters are thus rounded as with autocast, by far less than the layer's output."""
     base, names = layer.base_layer, _names(layer)
     weights = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
     rounded = [(down.to(base.weight.dtype), up.to(base.weight.dtype)) for down, up, _ in weights]

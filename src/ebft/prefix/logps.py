@@ -444,10 +444,8 @@ def token_logps_and_entropy(
 
 
 def _in_chunks(function: Callable[[Tensor, slice], Result], states: Tensor, head: Head) -> list[Result]:
-    """Return what the function returns for the states of each chunk, and the chunk's rows.
-
-    Backward runs it again, with the same random state, since an adapted head may use dropout.
-    """
+    """Return what the function returns for the states of each chunk, and the chunk's rows. Backward runs it again, with
+    the same random state, since an adapted head may use dropout."""
     chunks = slices(len(states), head.rows_per_chunk(states.device))
     if torch.is_grad_enabled():
         return [checkpoint(function, states[rows], rows, use_reentrant=False) for rows in chunks]

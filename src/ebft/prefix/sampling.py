@@ -77,10 +77,8 @@ def sample_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
 
 
 def _select(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert the cumulative sum of weights (..., V) at noise (..., K) in [0, 1).
-
-    Returns the selected indices (..., K), none with weight 0, the noise times the sum, and the cumulative sum.
-    """
+    """Invert the cumulative sum of weights (..., V) at noise (..., K) in [0, 1). Returns the selected indices (..., K),
+    none with weight 0, the noise times the sum, and the cumulative sum."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise * cumulative[..., -1:]
     return torch.searchsorted(cumulative, target, right=True).clamp_max_(weights.shape[-1] - 1), target, cumulative

@@ -150,10 +150,8 @@ class Plugins:
 
 def _by_sample(call: Callable[..., Any], cfg: PluginConfig, trainer: Any) -> Callable[..., None]:
     """A function of `ScoredRollouts.hooks` that calls axolotl's hook: one value per sample of all processes, in lists.
-
     As in axolotl, only the first process calls it. In strided mode, each sample continues its document up to the
-    anchor; completions of prompts are as the model saw them, without special tokens.
-    """
+    anchor; completions of prompts are as the model saw them, without special tokens."""
 
     def hook(entries: list[dict[str, Any]], rewards: Tensor) -> None:
         found: list[tuple[str, str, dict[str, float | None], float]] = []  # prompt, completion, rewards, advantage

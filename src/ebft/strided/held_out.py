@@ -105,10 +105,8 @@ class HeldOutMeasure:
     def _add_positions(
         self, nll_S: Tensor, documents: Documents, layout: StridedLayout, rollouts: Rollouts, blocks: list[int]
     ) -> None:
-        """Add the cross-entropy at each position of a block, at temperature 1, until the block ends.
-
-        It is computed for the reference, and for the rollouts under both the policy and the base model.
-        """
+        """Add the cross-entropy at each position of a block, at temperature 1, until the block ends. It is computed for
+        the reference, and for the rollouts under both the policy and the base model."""
         logps = rollouts.logps
         if self.temperature != 1:
             with evaluating(self.causal_lm):

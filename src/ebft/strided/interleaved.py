@@ -93,10 +93,8 @@ def create_strided_block_mask(
 
 
 def _visible(query, key, prompt_length, context_length, max_generation_length, stride, num_blocks):
-    """Whether a query attends to a key, by index.
-
-    Document tokens attend causally; generated tokens attend to their prefix and, causally, to their own block.
-    """
+    """Whether a query attends to a key, by index. Document tokens attend causally; generated tokens attend to their
+    prefix and, causally, to their own block."""
     query_step, query_block = (query - prompt_length) // num_blocks, (query - prompt_length) % num_blocks
     key_step, key_block = (key - prompt_length) // num_blocks, (key - prompt_length) % num_blocks
     in_document = (query < prompt_length) & (key <= query)

@@ -356,11 +356,9 @@ def _with_room(layout: StridedLayout, *shared: Tensor) -> tuple[Tensor, ...]:
 
 
 def _cached(run, call, key, value):
-    """Append the newest tokens to the cache and return the cached keys and values.
-
-    The keys and values of the documents, with room, are (K, S, D). Each node row of the others, (K, C, U, D), has its
-    own key or value and the keys or values of the nodes that it continues.
-    """
+    """Append the newest tokens to the cache and return the cached keys and values. The keys and values of the
+    documents, with room, are (K, S, D). Each node row of the others, (K, C, U, D), has its own key or value and the
+    keys or values of the nodes that it continues."""
     document_key, document_value, *own = run.cache[call]
     newest, step = (key, value), run.nodes.step
     if run.layout.merge_rollouts:
@@ -382,11 +380,9 @@ def _cached(run, call, key, value):
 
 
 def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor:
-    """Compute attention of nodes to their document prefix and to the nodes that they continue.
-
-    query (K, Q, C, D); document: key and value (K, S, D); own: key and value, of a level (K, C, U, D), else (K, C, D).
-    Returns (C, H, D).
-    """
+    """Compute attention of nodes to their document prefix and to the nodes that they continue. query (K, Q, C, D);
+    document: key and value (K, S, D); own: key and value, of a level (K, C, U, D), else (K, C, D). Returns (C, H,
+    D)."""
     (k, q, _, d), nodes = query.shape, run.nodes
     path, by_rollout = None, isinstance(nodes, Nodes) and not nodes.is_merged
     rows = query.transpose(1, 2)  # (K, C, Q, D)
@@ -428,9 +424,7 @@ def _node_tiles(
     run: StridedPass, pattern: MaskPattern, heads: tuple[int, int], num_keys: int, batches: bool
 ) -> tuple[list[Tile | BatchedTiles], Tensor | None]:
     """Return the tiles of a pass's nodes, Q rows per node, and the mask of their own keys (C * Q, U); heads: Q and K.
-
-    The mask is None if nothing is masked.
-    """
+    The mask is None if nothing is masked."""
     nodes, is_decode = run.nodes, isinstance(run.nodes, Level)
 
     def make_tiles() -> list[Tile | BatchedTiles]:

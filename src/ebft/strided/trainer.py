@@ -329,11 +329,8 @@ class StridedEBFTTrainer(OverTrainer):
         return logs
 
     def _held_out_batches(self, dataset: Any) -> Any:
-        """Return this rank's share of the held-out rows, each row exactly once.
-
-        With FSDP, where all ranks must run the same number of batches, all evaluate the last rows together; so they do
-        for streaming datasets.
-        """
+        """Return this rank's share of the held-out rows, each row exactly once. With FSDP, where all ranks must run the
+        same number of batches, all evaluate the last rows together; so they do for streaming datasets."""
         if is_sharded(self.model) or not hasattr(dataset, "__len__"):
             return self._held_out_rows.loader(dataset, self.get_eval_dataloader)
         share = Subset(dataset, range(self.args.process_index, len(dataset), self.args.world_size))
@@ -347,10 +344,8 @@ class StridedEBFTTrainer(OverTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,).
-
         Rollouts end where their texts do, so the first number is known once all micro-batches are sampled. With a
-        single micro-batch it is 0, and `compute_loss` counts them.
-        """
+        single micro-batch it is 0, and `compute_loss` counts them."""
         counts = torch.zeros(2, dtype=torch.long, device=device if len(batch_samples) > 1 else None)
         for inputs in batch_samples:
             documents = inputs[_PARSED] = Documents.from_inputs(inputs, device)
@@ -366,10 +361,8 @@ class StridedEBFTTrainer(OverTrainer):
     def _token_counts(
         self, documents: Documents, generated: Tensor, sampled_ahead: bool, counts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the token counts that normalise the two losses, at least 1 to avoid division by zero.
-
-        `generated` are the tokens of this batch, `counts` the result of `_get_num_items_in_batch`.
-        """
+        """Return the token counts that normalise the two losses, at least 1 to avoid division by zero. `generated` are
+        the tokens of this batch, `counts` the result of `_get_num_items_in_batch`."""
         if counts is None:
             return generated, documents.ce_mask.sum().clamp_min(1)
         if sampled_ahead:
@@ -379,11 +372,9 @@ class StridedEBFTTrainer(OverTrainer):
         return generated, counts[1].clamp_min(1)
 
     def _trains_on_the_sampling_pass(self) -> bool:
-        """Whether the loss uses the computation of the sampling pass instead of a second forward pass.
-
-        Both give equal results, since the weights are unchanged and there is no dropout. Not possible if the results
-        of sampling must be discarded to save memory, or with FSDP, which gathers the weights again for each pass.
-        """
+        """Whether the loss uses the computation of the sampling pass instead of a second forward pass. Both give equal
+        results, since the weights are unchanged and there is no dropout. Not possible if the results of sampling must
+        be discarded to save memory, or with FSDP, which gathers the weights again for each pass."""
         args = self.args
         saves_memory = args.gradient_checkpointing or args.rollout_tokens_per_pass is not None
         possible = args.disable_dropout and not saves_memory and not is_sharded(self.model)

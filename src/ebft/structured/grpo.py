@@ -314,11 +314,9 @@ class RolloutGRPOTrainer(OverTRL):
         return (highest - lowest <= rounding).all(-1).repeat_interleave(n)
 
     def _has_no_signal(self, inputs: dict[str, Any]) -> bool:
-        """Whether this micro-batch can be skipped; the result is the same on all processes.
-
-        Not possible if processes exchange gradients in it, with fp16, whose gradient scaler requires gradients, or with
-        DeepSpeed, which requires a loss with a graph.
-        """
+        """Whether this micro-batch can be skipped; the result is the same on all processes. Not possible if processes
+        exchange gradients in it, with fp16, whose gradient scaler requires gradients, or with DeepSpeed, which requires
+        a loss with a graph."""
         needs_gradients = self.args.fp16 or self.is_deepspeed_enabled
         if not (self.args.skip_zero_advantage_batches and self.model.training) or needs_gradients:
             return False
@@ -377,11 +375,9 @@ def of_this_process(accelerator: Any, values: Tensor, rows: list[Row]) -> Tensor
 
 @contextmanager
 def _reference_model(copied: nn.Module | None) -> Iterator[None]:
-    """Let TRL take `copied`, the model before training, for its reference model inside the block.
-
-    TRL would load it by the name in the configuration alone: at another revision, with another configuration, or not at
-    all. The copy is made earlier, since later only the first process may have the weights (`frozen_copy`).
-    """
+    """Let TRL take `copied`, the model before training, for its reference model inside the block. TRL would load it by
+    the name in the configuration alone: at another revision, with another configuration, or not at all. The copy is
+    made earlier, since later only the first process may have the weights (`frozen_copy`)."""
     load_reference = grpo_trainer.create_model_from_path
     grpo_trainer.create_model_from_path = lambda *args, **kwargs: copied
     try:

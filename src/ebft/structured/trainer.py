@@ -194,11 +194,9 @@ class EBFTTrainer(grpo.RolloutGRPOTrainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _nll_sums(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return two pairs (summed negative log-likelihood, number of tokens), each (B,) and 0 without a reference.
-
-        The first pair is over the reference tokens in the cross-entropy, the second over all predicted tokens; only in
-        evaluation does the latter include the prompt.
-        """
+        """Return two pairs (summed negative log-likelihood, number of tokens), each (B,) and 0 without a reference. The
+        first pair is over the reference tokens in the cross-entropy, the second over all predicted tokens; only in
+        evaluation does the latter include the prompt."""
         shared = self.scorer.take_references()
         if shared is not None:
             return _sums_of_shared(*shared, inputs)

@@ -169,10 +169,8 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
     @model_validator(mode="before")
     @classmethod
     def _format_as_type(cls, data: Any) -> Any:
-        """Move prompts that `type` describes, and keys of prompts beside it, to `user_defined`; not preference data.
-
-        An empty `type` means rows of tokens, as in axolotl.
-        """
+        """Move prompts that `type` describes, and keys of prompts beside it, to `user_defined`; not preference data. An
+        empty `type` means rows of tokens, as in axolotl."""
         if isinstance(data, dict) and data.get("type", "") is None:
             return data | {"type": "tokens"}
         if not isinstance(data, dict) or not isinstance(data.get("type"), dict | str):

@@ -102,9 +102,7 @@ def _pair_tokens(cfg: Any, read: Callable[[Row], Example]) -> Transform:
 
 def _chat_tokens(cfg: Any, entry: Any, read: Callable[[Row], Example], replies: str) -> Transform:
     """Chats: `replies` are the turns that are trained on, "all" that the dataset selects, "last", or each in a row.
-
-    Messages after the last of these turns are removed, and `prompt_length` is the start of that turn.
-    """
+    Messages after the last of these turns are removed, and `prompt_length` is the start of that turn."""
     render = _Chats(cfg, entry, turn_labels(cfg, entry) if replies == "all" else None, with_reply=replies == "rendered")
     if replies != "each":
         return lambda example, tokenizer=None: render(example, read(example).prompt, tokenizer), _ALL

@@ -68,11 +68,9 @@ def _attended(
 
 
 def _with_bias(query: Tensor, key: Tensor, bias: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return query and key (1, H, T, D + 3) whose scaled products contain the bias (H, T) of each key.
-
-    The bias of the query's own position, which a softmax ignores, is subtracted to keep the products small. Two
-    dimensions hold the bias, with twice the precision of one.
-    """
+    """Return query and key (1, H, T, D + 3) whose scaled products contain the bias (H, T) of each key. The bias of the
+    query's own position, which a softmax ignores, is subtracted to keep the products small. Two dimensions hold the
+    bias, with twice the precision of one."""
     bias = (bias / scaling).unsqueeze(0).unsqueeze(-1)
     high = bias.to(key.dtype)
     ones = torch.ones_like(high)

@@ -191,10 +191,8 @@ class DecodePass(PrefixPass):
 def _attend(
     group: SampleGroup, query: Tensor, prompts, own, masks, scores: AttentionScores, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention of query (K, Q, n, D) to keys and values of prompts, (K, G, P, D), and own, (K, n, U, D).
-
-    A single softmax, in float32, covers both. Returns (n, H, D).
-    """
+    """Compute attention of query (K, Q, n, D) to keys and values of prompts, (K, G, P, D), and own, (K, n, U, D). A
+    single softmax, in float32, covers both. Returns (n, H, D)."""
     k, q, n, d = query.shape
     if prompts[0].shape[2] == 0 and scores.softcap is None and sinks is None:
         mask = None if masks is None else masks[0][:, None, None]

@@ -254,11 +254,9 @@ def _put_back(grad: Tensor | None, common: Tensor | None, path: Tensor | None) -
 
 
 class _Weights:
-    """Computes the softmax weights of a tile, with columns [shared keys | own keys | sink].
-
-    `is_direct`: whether products with own keys are written into the columns of the only tile, a kernel less.
-    Otherwise they are computed for all tiles at once, and copied.
-    """
+    """Computes the softmax weights of a tile, with columns [shared keys | own keys | sink]. `is_direct`: whether
+    products with own keys are written into the columns of the only tile, a kernel less. Otherwise they are computed for
+    all tiles at once, and copied."""
 
     def __init__(self, query, key, own_key, own_hidden, sinks, tiles, scores: AttentionScores, seed: int):
         self.query, self.key, self.own_hidden, self.sinks = query, key, own_hidden, sinks

@@ -156,11 +156,9 @@ class VLLMClient:
 
 
 def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling) -> dict[str, Any]:
-    """Return the body of a request.
-
-    Every sampling parameter is set, since vLLM takes missing ones from the model's generation config. There is no seed,
-    so that vLLM's noise is independent between requests; its CPU engine also crashes on long batches with a seed.
-    """
+    """Return the body of a request. Every sampling parameter is set, since vLLM takes missing ones from the model's
+    generation config. There is no seed, so that vLLM's noise is independent between requests; its CPU engine also
+    crashes on long batches with a seed."""
     body = {
         "model": model,
         "prompt": prompt,

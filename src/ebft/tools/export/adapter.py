@@ -178,11 +178,9 @@ def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
 
 
 def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
-    """Remove the ties of weights that differ after merging, because the adapter changes only one.
-
-    Weights of embeddings that were resized without being trained are the same for both, and with `ensure_weight_tying`
-    PEFT trains one change for both, which is merged once.
-    """
+    """Remove the ties of weights that differ after merging, because the adapter changes only one. Weights of embeddings
+    that were resized without being trained are the same for both, and with `ensure_weight_tying` PEFT trains one change
+    for both, which is merged once."""
     layers = {name: layer for layer, names in adapter.layers for name in names}
     for name, source in list(adapter.ties.items()):
         output, embedding, is_once = layers.get(name), layers.get(source), config.ensure_weight_tying
