@@ -230,9 +230,11 @@ def _mean_of_others(values: Tensor) -> Tensor:
 
 
 def _diversity_without(diversity: Tensor) -> Tensor:
-    """Return the mean diversity among the other samples, without terms that depend on sample j: (..., N). Every inner
-    product <phi_j, phi_k> occurs once in d_j and once in d_k, so the sum over all d minus 2 d_j contains exactly the
-    pairs without j."""
+    """Return the mean diversity among the other samples, without terms that depend on sample j: (..., N).
+
+    Every inner product <phi_j, phi_k> occurs once in d_j and once in d_k, so the sum over all d minus 2 d_j contains
+    exactly the pairs without j.
+    """
     n = diversity.shape[-1]
     if n == 2:
         return torch.zeros_like(diversity)

@@ -32,10 +32,10 @@ def config_of(type, entry=None, path="x", **keys):
     return RunConfig.from_dict({"base_model": "x", "datasets": datasets, **keys})
 
 
-def tokenised(tokenizer, type, *rows, entry=None, **keys):
+def tokenised(tokenizer, type, *rows, entry=None, counts=None, **keys):
     """The rows of tokens that a transform makes of these rows."""
     config = config_of(type, entry, **keys)
-    return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
+    return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer, counts)
 
 
 @pytest.fixture(scope="session")

@@ -130,8 +130,10 @@ _OVERLAP = 4  # tokens; some tokenizers omit a space before the first token of a
 
 
 def _characters_before(anchors: list[int], ids: list[int], tokenizer: Any) -> list[int]:
-    """Return the number of characters of a document's text before each anchor, from the texts between anchors. May be
-    off by one where an anchor is inside a character of several tokens."""
+    """Return the number of characters of a document's text before each anchor, from the texts between anchors.
+
+    May be off by one where an anchor is inside a character of several tokens.
+    """
     starts = [max(0, previous - _OVERLAP) for previous in (0, *anchors)][:-1]
     until = tokenizer.batch_decode([ids[start:anchor] for start, anchor in zip(starts, anchors)])
     overlaps = tokenizer.batch_decode([ids[start:previous] for start, previous in zip(starts, (0, *anchors))])

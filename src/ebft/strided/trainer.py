@@ -329,8 +329,11 @@ class StridedEBFTTrainer(OverTrainer):
         return logs
 
     def _held_out_batches(self, dataset: Any) -> Any:
-        """Return this rank's share of the held-out rows, each row exactly once. With FSDP, where all ranks must run the
-        same number of batches, all evaluate the last rows together; so they do for streaming datasets."""
+        """Return this rank's share of the held-out rows, each row exactly once.
+
+        With FSDP, where all ranks must run the same number of batches, all evaluate the last rows together; so they do
+        for streaming datasets.
+        """
         if is_sharded(self.model) or not hasattr(dataset, "__len__"):
             return self._held_out_rows.loader(dataset, self.get_eval_dataloader)
         share = Subset(dataset, range(self.args.process_index, len(dataset), self.args.world_size))

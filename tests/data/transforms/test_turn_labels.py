@@ -1,12 +1,10 @@
 """Which tokens of a chat SFT trains on, word by word, and compared with the masks of TRL's training templates."""
 
 import pytest
-from datasets import Dataset
 
-from ebft.data.apply import Source, tokenise
 from ebft.data.row_counts import UNKNOWN, RowCounts
 from ebft.errors import DataError
-from tests.data.conftest import CHATML, assistant, config_of, tokenised, user
+from tests.data.conftest import CHATML, assistant, tokenised, user
 
 WORDS = ["Hi", "Hello", "Bye", "Goodbye", "Be", "brief", "<think>", "hm", "</think>", "system", "user", "assistant"]
 SYSTEM = {"role": "system", "content": "Be brief"}
@@ -121,7 +119,6 @@ def test_a_template_that_starts_replies_with_thinking(trained, tokenizer, recwar
 
 
 def test_text_that_the_tokenizer_does_not_know_is_counted(tokenizer):
-    counts, rows = RowCounts(), Dataset.from_list([{"text": "Hi"}, {"text": "Hi Gödel"}])
-    config = config_of("completion")
-    tokenise(Source(config.datasets[0], rows), config, tokenizer, counts)
-    assert (counts[UNKNOWN], counts.documents[UNKNOWN]) == (1, [1])
+    counts = RowCounts()
+    tokenised(tokenizer, "completion", {"text": "Hi"}, {"text": "Hi Gödel"}, counts=counts)
+    assert counts.documents[UNKNOWN] == [1]
