@@ -16,6 +16,7 @@ PROMPTS = {"datasets": [{"path": "some/rows", "type": "ebft_opencode.transform"}
 VLLM = {**PROMPTS, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
 IGNORED_RATIO = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_min": 0.5}
 GRPO = {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}}
+PREFERENCES = {"datasets": [{"path": "a", "type": "chatml.intel"}], "micro_batch_size": 2}
 AXOLOTL = "axolotl.integrations."
 FOLDED = "datasets.type"  # begins a warning about transforms that stand in for others
 
@@ -174,9 +175,8 @@ OF_TURNS = ", which determines the turns"
     ({**PROMPTS, "ebft": {"stride": 4, "rl_coef": 0.5}},
      "ebft.rl_coef, ebft.stride: no effect on training in structured mode, only in strided mode."),
     ({**STRIDED, "train_on_inputs": True}, "train_on_inputs: true has no effect in strided mode..."),
-    (strided(n_samples_per_prompt=1), "...n_samples_per_prompt: 1"),
-    (strided(**NO_REWARD), ALWAYS_ZERO), ({**PROMPTS, "ebft": NO_REWARD}, ALWAYS_ZERO),
-    (strided(whitening_space="sample"), "...ebft.whitening_space: no effect without ebft.use_whitening: true."),
+    (strided(n_samples_per_prompt=1), "...n_samples_per_prompt: 1"), (strided(**NO_REWARD), ALWAYS_ZERO),
+    ({**PROMPTS, "ebft": NO_REWARD}, ALWAYS_ZERO), (strided(whitening_space="sample"), "...whitening_space: no effect"),
     (strided(rloo_baseline="mean", advantage_estimator="reinforce"),
      "ebft.rloo_baseline has no effect without advantage_estimator: rloo."),
     *(({key: value}, text) for key, value, text in (
