@@ -79,7 +79,7 @@ def test_keys_that_repeat_another_key(make):
     assert config.adapter == "qlora" and messages[0].startswith("adapter: lora is replaced with adapter: qlora")
     config, messages = warned(make, deepspeed="/workspace/axolotl/deepspeed_configs/zero2.json")
     assert config.deepspeed == "zero2" and "does not exist: it is replaced with zero2" in messages[0]
-    grpo = make(rl="grpo", rl_beta=0.3, trl={"reward_funcs": ["feature_matching"]}, datasets=[{"path": "a"}])
+    grpo = make(rl="grpo", rl_beta=0.3, trl={"reward_funcs": ["a.b"], "beta": None}, datasets=[{"path": "a"}])
     assert grpo.trl.beta == 0.3 and make(rl="dpo", trl={"beta": 0.3}, datasets=[{"path": "a"}]).rl_beta == 0.3
     config, messages = warned(make, deepspeed="zero2", rl="dpo", datasets=[{"path": "a", "type": "chatml"}])
     assert config.deepspeed is None and messages[0].startswith("deepspeed has no effect with rl: dpo")

@@ -317,11 +317,14 @@ class CarriedOverKeys(_IgnoredKeys):
         without = {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS}
         found["trl"] = _asked(found.get("trl"), without, _OF_TRL) or None
         trl = found["trl"] if isinstance(found["trl"], dict) else {}
-        # Two names of one coefficient.
-        if found.get("rl") in (*_OF_REWARDS, "ebft") and found.get("rl_beta") is not None:
-            found["trl"] = {"beta": found.pop("rl_beta"), **trl}
+        beta, other = trl.get("beta"), found.get("rl_beta")  # two names of one coefficient
+        if None not in (beta, other) and beta != other:
+            warn(f"rl_beta: {other} has no effect: trl.beta: {beta} is the same coefficient.")
+        beta = other if beta is None else beta
+        if found.get("rl") in (*_OF_REWARDS, "ebft") and found.pop("rl_beta", None) is not None:
+            found["trl"] = trl | {"beta": beta}
         elif found.get("rl") in _PREFERENCES and "beta" in trl:
-            found["rl_beta"] = trl.pop("beta")
+            found |= {"rl_beta": beta, "trl": {key: trl[key] for key in trl if key != "beta"} or None}
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):

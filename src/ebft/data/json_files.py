@@ -88,21 +88,20 @@ def json_batches(paths: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
-    """The rows of a file: objects, one per line or over several lines, or a list of objects or of texts.
-
-    A null is a row without values. Raises DataError with the line or the row of an error, unless the file `is_checked`:
-    known to have none.
-    """
+    """The rows of a file: objects, one per line or over several lines, or a list of objects or of texts. A null is a
+    row without values. Raises DataError with the line or the row of an error, unless the file `is_checked`: known to
+    have none."""
     decoder = json.JSONDecoder() if is_checked else json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite)
     line = count = 0
     try:
         for line, text in _texts(path, decoder):
+            has_escapes = not is_checked and "\\u" in text
             for value in _values(text, decoder):
                 row = {} if value is None else {"text": value} if isinstance(value, str) and not line else value
                 if not isinstance(row, dict):
                     raise ValueError(f"a row must be a JSON object, got {row!r:.60}")
                 count += 1
-                if not is_checked and "\\u" in text:
+                if has_escapes:
                     json.dumps(row, ensure_ascii=False).encode()  # raises for one half of a pair of surrogates
                 yield row
     except (RecursionError, ValueError) as error:

@@ -11,6 +11,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -341,11 +342,8 @@ def positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
 
 class EpochSampler(RepeatSampler):
     """The order of a `RepeatSampler` in epoch e, its e-th iteration, and all rows: it leaves the last ones out if they
-    fill no batch, which the first rows of the epoch fill here.
-
-    RepeatSampler draws each order from a generator that continues, so that a resumed run would start again with the
-    order of epoch 0.
-    """
+    fill no batch, which the first rows of the epoch fill here. RepeatSampler draws each order from a generator that
+    continues, so that a resumed run would start again with the order of epoch 0."""
 
     def __init__(self, plain: RepeatSampler) -> None:
         vars(self).update(vars(plain))
@@ -361,7 +359,7 @@ class EpochSampler(RepeatSampler):
             self.generator.manual_seed(self.seed)
             for _ in range(self.epoch + 1):
                 rows = torch.randperm(self.num_samples, generator=self.generator).tolist()
-        rows += (rows * self.batch_size)[: -len(rows) % self.batch_size]
+        rows += islice(cycle([*rows]), -len(rows) % self.batch_size)
         for start in range(0, len(rows), self.batch_size):
             for row in rows[start : start + self.batch_size] * self.repeat_count:
                 yield from [row] * self.mini_repeat_count

@@ -99,7 +99,7 @@ def test_rows_of_tokens_are_the_rows_that_they_were_made_of(tokenizer):
     (found,) = tokenised(tokenizer, "tokens", {"input_ids": [3, 4, 5], **masks})
     assert found["labels"] == [-100, -100, 5]
     for wrong, message in (({"labels": [3, 5]}, "label 5 of the token 4"), ({"input_ids": [3, 10**6]}, "has 1000000"),
-                           ({"completion_mask": []}, "but 0 labels"), ({"input_ids": "1 2"}, "a list of numbers"),
+                           ({"completion_mask": [1] * 3}, "but 0 labels"), ({"input_ids": "1 2"}, "a list of numbers"),
                            ({"input_ids": [3] * 3, "attention_mask": [1, 0, 1]}, "has gaps")):  # fmt: skip
         with pytest.raises(DataError, match=f"row 0: .*{message}"):
             tokenised(tokenizer, "tokens", {"input_ids": [3, 4], **wrong})

@@ -323,8 +323,7 @@ def _segments(cfg: Any, entry: Any) -> Transform:
 
 
 def _tokenised(cfg: Any) -> Transform:
-    """Rows of tokens: `input_ids`, and optionally `attention_mask` and `labels`, -100 where none is trained on, or
-    `MASKS` in their place."""
+    """Rows of `input_ids`, and optionally `attention_mask`, and `labels`, -100 where none is trained on, or `MASKS`."""
 
     def transform_fn(example, tokenizer=None):
         first_present(example, ["input_ids"], "tokens", "Set the type of the dataset, or add the column.")
@@ -333,7 +332,8 @@ def _tokenised(cfg: Any) -> Transform:
         mask = [1] * len(ids or ()) if mask is None else mask
         if labels is None:
             given = [ids or (), *(other for other in others if other is not None)]
-            labels = [token if all(is_on) else IGNORE for token, *is_on in zip(*given)]
+            is_whole = len({*map(len, given)}) == 1
+            labels = [token if all(is_on) else IGNORE for token, *is_on in zip(*given)] if is_whole else []
         if problem := _problem_of_tokens(ids, labels, mask, len(tokenizer)):
             raise DataError(problem)
         pairs = [(token, label != IGNORE) for token, label, is_kept in zip(ids, labels, mask) if is_kept]
