@@ -69,8 +69,10 @@ def test_grpo_reads_the_prompt_alone(load, chatml, tokenizer, own):
     train, _ = load([{"q": "2+2?", "answer": "4"}, {"q": "3+3?", "answer": "6"}], type, chatml, **GRPO)
     prompts = [[user("2+2?")], [user("3+3?")]]
     assert train[:] == {"prompt": prompts, "ground_truth": [None, None], "answer": ["4", "6"]}
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, ["4", "6"])]
+    rows = train.remove_columns("ground_truth").to_list()  # with chats as JSON text
     assert load(rows, "passthrough", chatml, **GRPO)[0][:] == train[:]  # every column
+    refused = pytest.raises(DataError, load, [{"prompt": "a", "system": "b"}], "passthrough", **GRPO)
+    assert "column 'system' has text" in str(refused.value)
 
 
 def test_grpo_counts_the_prompt_alone(load, tokenizer, own):

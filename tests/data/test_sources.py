@@ -101,7 +101,7 @@ def test_files_that_are_left_out_are_named(write):
     folder = write({"a.txt": "text", "the-test-of-time.txt": "", "dev.jsonl": LINES, "b.png": b"\x89"})
     _, found = warned(texts, folder, split="train[:1]")
     assert re.search(r"unknown format are skipped \(.png x1\). Set ds_type or data_files", found[0])
-    assert "another split than train[:1]: dev.jsonl (validation), the-test-of-time.txt (test). Name them" in found[1]
+    assert "another split than train[:1]: the-test-of-time.txt (test). Name them" in found[1]
 
 
 def test_links_to_folders_are_followed(write):

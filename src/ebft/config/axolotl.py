@@ -299,8 +299,6 @@ _FIELDS: dict[str, Any] = {
     for name, ignored in IGNORED_KEYS.items()
 }
 _IgnoredKeys: type[Section] = create_model("_IgnoredKeys", __base__=Section, __module__=__name__, **_FIELDS)
-
-
 _PREFERENCES, _OF_REWARDS = ("dpo", "ipo", "orpo", "kto", "simpo"), ("grpo", "gdpo")
 
 

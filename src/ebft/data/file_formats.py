@@ -72,12 +72,14 @@ def files_by_split(root: Path, kind: str | None, source: str) -> dict[str, list[
 
 
 def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, root: Path) -> None:
-    """Warn of files that are not in the splits `wanted`, unless each that is read names its split, as train.jsonl does:
-    a document can be called the-test-of-time.txt, and a table unit-test-gen.jsonl."""
+    """Warn of files of other splits than `wanted` whose names do not start with theirs, unless each that is read names
+    its own: a document can be called the-test-of-time.txt, and a table unit-test-gen.jsonl."""
     named = {part.partition("[")[0].strip() for part in wanted.split("+")}
     read = [path for split, some in files.items() if split in named for path, _ in some]
-    left = [f"{path.name} ({split})" for split, some in files.items() if split not in named for path, _ in some]
-    if left and not all(_SPLIT_WORD.search(path.relative_to(root).as_posix().lower()) for path in read):
+    others = ((split, path) for split, some in files.items() if split not in named for path, _ in some)
+    parts = lambda path: path.relative_to(root).as_posix().lower().split("/")
+    left = [f"{path.name} ({split})" for split, path in others if not any(map(_SPLIT_WORD.match, parts(path)))]
+    if left and not all(any(map(_SPLIT_WORD.search, parts(path))) for path in read):
         warn(
             f"{root}: files are not read, since their names belong to another split than {wanted}: "
             f"{shortened(', '.join(left))}. Name them in data_files if they are not of that split."

@@ -81,13 +81,13 @@ class Omissions:
 
     def check_start(self, render: rendering.ChatTemplate, text: str, start: int) -> None:
         """Warn once if the reply at `start` lacks the thinking block with which the template starts new replies."""
-        size = len(render.opened)
-        if render.opened not in text[max(0, start - size) : start + size]:
+        size = len(render.opened_thinking)
+        if render.opened_thinking not in text[max(0, start - size) : start + size]:
             self._warn(
                 "starts new replies with {}, but renders replies of the rows without it, so the model is asked for "
                 "another text than it is trained on. Use rows with thinking, or chat_template_kwargs (such as "
                 "enable_thinking: false) with which both agree.",
-                repr(render.opened),
+                repr(render.opened_thinking),
             )
 
     def check_end(self, message: Message, end: str) -> None:

@@ -87,8 +87,8 @@ def _unpacked(rows: Dataset, columns: list[str]) -> Dataset:
 FEATURES = Features({"row": Value("string"), "columns": Value("string"), **apply.WITH_REASON})
 # Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
 RESERVED = (
-    *("completion", "completion_ids", "completions", "prompts", "trainer_state", "log_extra", "log_metric"),
-    *("image", "images"),  # TRL would treat these columns as images, which are not supported here
+    *("completion", "completion_ids", "completions", "input_ids", "prompts", "trainer_state"),
+    *("log_extra", "log_metric", "image", "images"),  # TRL would treat the last two as images, which are not supported
 )
 
 

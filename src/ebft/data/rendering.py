@@ -76,7 +76,7 @@ class ChatTemplate:
         return found or ["content"] * (_REPLY in text and not re.search("['\"]type['\"]", text))  # a list as text
 
     @cached_property
-    def opened(self) -> str:
+    def opened_thinking(self) -> str:
         """What the template writes where a reply starts, if it opens a thinking block, else an empty text."""
         given, asked = self._text([_ASKED]), self._text([_ASKED], add_generation_prompt=True)
         opened = asked[len(commonprefix([given, asked])) :]

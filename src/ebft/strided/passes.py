@@ -380,9 +380,8 @@ def _cached(run, call, key, value):
 
 
 def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor:
-    """Compute attention of nodes to their document prefix and to the nodes that they continue. query (K, Q, C, D);
-    document: key and value (K, S, D); own: key and value, of a level (K, C, U, D), else (K, C, D). Returns (C, H,
-    D)."""
+    """Compute attention (C, H, D) of nodes to their document prefix and to the nodes that they continue. query:
+    (K, Q, C, D); document: key and value (K, S, D); own: key and value, of a level (K, C, U, D), else (K, C, D)."""
     (k, q, _, d), nodes = query.shape, run.nodes
     path, by_rollout = None, isinstance(nodes, Nodes) and not nodes.is_merged
     rows = query.transpose(1, 2)  # (K, C, Q, D)

@@ -350,7 +350,6 @@ class EpochSampler(RepeatSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from 0, whose order is next."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

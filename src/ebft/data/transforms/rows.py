@@ -57,8 +57,9 @@ def built_in_transform(name: str, cfg: Any, dataset: Any, **kwargs: Any) -> Tran
     if kind == "comparisons":
         return _comparisons(cfg, dataset, read)
     if kind == "prompts" and found.format == "as_is":
-        given = lambda row: {name: value_of(row, name) for name in row}
-        return lambda row, tokenizer=None: given(row) | chats.template_columns(row, dataset), {}
+        given = lambda row: {name: value_of(row, name) for name in row if name != "system"}  # no message
+        asked = lambda row: {"prompt": chats.chat_in_json(row["prompt"])} if "prompt" in row else {}
+        return lambda row, tokenizer=None: given(row) | asked(row) | chats.template_columns(row, dataset), {}
     if kind == "prompts":
         return _prompts(dataset, read, found.replies)
     if found.format in ("texts", "alpaca", "user_defined"):

@@ -243,7 +243,9 @@ def inference(
             pass
     sampler = Sampler(loaded, SamplingOptions(max_new_tokens, temperature, top_p, top_k, seed))
     has_template = loaded.tokenizer.chat_template is not None
-    write = loaded.write if completion is None else str if completion else written_prompt(())
+    write = str if completion else loaded.write
+    if completion is False and isinstance(write("..."), str):
+        write = written_prompt(())
     sample = write("...")
     if isinstance(sample, list) and not has_template:
         write = str
