@@ -134,7 +134,7 @@ def _prompt_format(name: str, entry: Any) -> PromptFormat:
 
 
 def written_prompt(entries: Sequence[Any]) -> Callable[[str], str | list[Message]]:
-    """How these datasets write a question: as the first if all are texts, else as a chat, with a shared system prompt."""
+    """How these datasets write a question: as the first if all are texts, else as a chat, with their system prompt."""
     formats = [name and TRANSFORMS[name].format for name in (built_in(entry.type) for entry in entries)]
     if not formats or not {*formats} <= {"text", "texts", "segments", "alpaca", "user_defined"}:
         prompts = {entry.system_prompt for entry in entries}
