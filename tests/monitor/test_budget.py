@@ -27,8 +27,8 @@ def test_totals_are_logged_with_the_loss_and_at_the_end(tmp_path):
         found = entries(trainer)
         assert [(entry["step"], entry["budget/documents"]) for entry in found] == [(2, 8), (3, 12)]
         assert all(entry["budget/generated_tokens"] == 0 and entry["budget/flops"] > 0 for entry in found)
-        flops.append([entry["budget/flops"] for entry in found])
-    assert flops[0] == flops[1]
+        flops.append([entry["budget/flops"] for entry in found] + [trainer.state.total_flos])
+    assert flops[0] == flops[1] and flops[0][-1] == flops[0][-2]
 
 
 def test_strided_counts_documents_and_sampled_tokens(tmp_path):

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -109,20 +108,17 @@ class FlopMeter:
     def __init__(self) -> None:
         self.flops: int | Tensor = 0
         self._counting = False
-        self._of_row: dict[int, tuple[int, bool]] = {}  # of modules by id: FLOPs of a row, and whether it has experts
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """Register hooks on every matrix product of `models` inside the block; shared modules are hooked once."""
         models = list(models)
         modules = {id(module): module for model in models for module in model.modules() if weight_size(module)}
-        self._of_row |= {key: (2 * weight_size(module), bool(_experts(module))) for key, module in modules.items()}
         causal_lms = {id(causal_lm): causal_lm for causal_lm in map(unwrap_adapter, models)}.values()
         heads = [modules[key] for key in {id(each.get_output_embeddings()) for each in causal_lms} if key in modules]
-        hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
-        for head in heads:  # a sharded model's runs without its own hooks
-            count = lambda _, *call, head=head: self._count(head, *call)
-            hooks.append(without_hooks(head).register_forward_hook(count, with_kwargs=True))
+        counted = [(module, self._count_of(module)) for module in modules.values()]
+        counted += [(without_hooks(head), self._count_of(head)) for head in heads]  # as which a sharded model's runs
+        hooks = [module.register_forward_hook(count, with_kwargs=True) for module, count in counted]
         hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
         self._weights = {id(weight) for module in modules.values() for weight in module.parameters(recurse=False)}
         observers.append(self)
@@ -154,28 +150,30 @@ class FlopMeter:
         finally:
             self._counting = before
 
-    def _count(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook; backward FLOPs are counted when the gradient arrives, so once even if forward is recomputed."""
-        if not self._counting:
-            return
-        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
-        of_row, has_experts = self._of_row.get(id(module)) or (2 * weight_size(module), bool(_experts(module)))
-        if has_experts:  # each row is multiplied by the weights of each expert that is chosen for it
-            chosen = [value for value in inputs[1:] if not value.is_floating_point()]
-            rows *= chosen[0].shape[-1] if chosen else 1
-        flops = of_row * rows
-        self.flops += 0 if isinstance(output, Tensor) and is_reused(output) else flops
-        if not torch.is_grad_enabled():
-            return
-        found = output if isinstance(output, tuple) else (output,)
-        with_gradient = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
-        if with_gradient:
-            weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
-            products = inputs[0].requires_grad + any(weight.requires_grad for weight in weights)
-            with_gradient[0].register_hook(lambda _: self._add(flops * products))  # keeps no input alive
+    def _count_of(self, module: nn.Module) -> Callable[..., None]:
+        """Return a forward hook; backward FLOPs are counted when the gradient arrives, so once even if forward is
+        recomputed."""
+        of_row, has_experts = 2 * weight_size(module), bool(_experts(module))
 
-    _count.only_observes = True  # see ebft/prefix/forward.py
+        def count(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if not self._counting:
+                return
+            inputs = (*args, *kwargs.values())
+            rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
+            if has_experts:  # each row is multiplied by the weights of each expert that is chosen for it
+                chosen = [value for value in inputs if isinstance(value, Tensor) and not value.is_floating_point()]
+                rows *= chosen[0].shape[-1] if chosen else 1
+            flops = of_row * rows
+            found = output if isinstance(output, Tensor) else output[0]
+            self.flops += 0 if is_reused(found) else flops
+            if found.requires_grad:
+                weights = module._parameters.values()
+                trained = any(each is not None and each.requires_grad and each.dim() > 1 for each in weights)
+                products = inputs[0].requires_grad + trained
+                found.register_hook(lambda _: self._add(flops * products))  # keeps no input alive
+
+        count.only_observes = True  # see ebft/prefix/forward.py
+        return count
 
     def _count_fused_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module."""

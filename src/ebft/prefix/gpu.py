@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.errors import doing
-from ebft.models.causal_lm import PLAIN, recorded_products, report_product
+from ebft.models.causal_lm import PLAIN, modules_of, recorded_products, report_product
 from ebft.models.sharding import is_sharded
 from ebft.transformers_internals import apply_rotary_pos_emb, rms_norm_of_llama, rotate_half
 
@@ -153,7 +153,7 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
     """
     layers: list[LoraLinear] = []
     if not torch.is_grad_enabled() and is_accelerator(causal_lm.device) and not is_sharded(causal_lm):
-        layers = [module for module in causal_lm.modules() if type(module) is LoraLinear and _is_plain(module)]
+        layers = [module for module in modules_of(causal_lm) if type(module) is LoraLinear and _is_plain(module)]
     dtypes = {weight.dtype for layer in layers for weight in _weights(layer)}
     is_exact = dtypes == {torch.float32} and not torch.is_autocast_enabled(causal_lm.device.type)
     size = sum(layer.base_layer.weight.nbytes for layer in layers)

@@ -174,7 +174,7 @@ class StridedEBFTTrainer(OverTrainer):
         noise = self._noise if is_training_step else DocumentNoise(args.seed)
         if rollouts is None:
             rollouts = self._sample(model, documents, layout, noise, single_pass)
-        phi, phi_ref = self._embed(model, documents, layout, rollouts.tokens)
+        phi, phi_ref = self._embed(documents, layout, rollouts.tokens)
         match = self._match(phi, phi_ref, rollouts.tokens)
         advantages = compute_advantages(
             match.rewards,
@@ -223,11 +223,9 @@ class StridedEBFTTrainer(OverTrainer):
                 tokens_per_pass=self.args.rollout_tokens_per_pass,
             )
 
-    def _embed(
-        self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _embed(self, documents: Documents, layout: StridedLayout, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the feature network's embeddings of the rollouts and of their reference blocks."""
-        with evaluating(model), self.accelerator.autocast():
+        with torch.no_grad(), self.accelerator.autocast():
             return embed_blocks(
                 self.feature_network, documents, layout, tokens, tokens_per_pass=self.args.rollout_tokens_per_pass
             )

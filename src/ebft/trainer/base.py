@@ -123,6 +123,14 @@ class OverTrainer(Trainer):
         self.use_result()
         return found
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Count nothing: transformers' estimate knows no rollouts, and it walks through all parameters."""
+        return 0
+
+    def store_flos(self) -> None:
+        """`total_flos` is `budget/flops`."""
+        self.state.total_flos = float(self.budget.totals["flops"])
+
     def use_result(self) -> None:
         """Give the model the weights that are the result: schedule-free optimizers train at others."""
         if callable(getattr(self.optimizer, "eval", None)):
