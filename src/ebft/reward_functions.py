@@ -45,7 +45,7 @@ def checked_reward(function: Any) -> Any:
 
         async def call(**given: Any) -> list[float | None]:
             prompts = list(given["prompts"])
-            with user_code(f"The reward function {name_of(function)}", RewardError):
+            with user_code("", RewardError, _failure(function, given)):
                 return rewards_of(function, await function(**_own(given)), prompts)
 
     else:
@@ -62,8 +62,14 @@ def checked_reward(function: Any) -> Any:
 def call_function(function: Callable, given: dict[str, Any]) -> list[float | None]:
     """Call the function and return its rewards. Raises RewardError if it fails or they cannot be used."""
     prompts = list(given["prompts"])
-    with user_code(f"The reward function {name_of(function)}", RewardError, passes=RewardError):
+    with user_code("", RewardError, _failure(function, given), passes=RewardError):
         return rewards_of(function, function(**given), prompts)
+
+
+def _failure(function: Callable, given: dict[str, Any]) -> Callable[[str], str]:
+    missing = f" It is called with {', '.join(given)}; type: passthrough adds all columns of the rows."
+    words = f"The reward function {name_of(function)} failed: "
+    return lambda happened: f"{words}{happened}.{missing if happened.startswith('TypeError') else ''}"
 
 
 def _own(value: Any) -> Any:

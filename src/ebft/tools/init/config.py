@@ -201,8 +201,9 @@ def _add_data(found: Draft, method: str, sources: list[GivenDataset], shapes: li
     pairs = zip(sources, shapes)
     found.notes += [f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in pairs]
     found.set("datasets", [], "; ".join(found.notes))
-    found.notes.append(f"Method: {method} ({method_named(method).name})")
-    found.comments |= {"rl": method_named(method).name, "ebft.mode": ""}
+    name = method_named(method).name
+    found.notes.append(f"Method: {method} ({name})")
+    found.comments |= {"rl": "" if name.startswith("rl: ") else name, "ebft.mode": ""}
     for source, shape in zip(sources, shapes):
         entry = source.entry | shape.entries[method_named(method).rows]
         if method == "sft" and entry["type"] == RAW_TEXT:
