@@ -25,8 +25,7 @@ def config_with(**keys):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """`planned(gpus, keys, **options)`: the plan on a machine with so many GPUs, and with the package ray."""
-    monkeypatch.setattr(planning, "find_spec", lambda name: name)
+    """`planned(gpus, keys, **options)`: the plan on a machine with so many GPUs."""
 
     def plan(gpus, keys=None, **options):
         monkeypatch.setattr(planning, "visible_gpus", lambda: gpus)

@@ -71,7 +71,7 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     check_types(config)
     check_own(config)
     missing = list(config.method.missing_packages(config))
-    if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
+    if config.use_ray and find_spec("ray") is None:
         missing.append("use_ray requires the package ray: pip install 'ebft[ray]'")
     for check in (check_deepspeed, check_optimizer):
         try:

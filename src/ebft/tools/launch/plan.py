@@ -4,9 +4,8 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
-from ebft.errors import ConfigError, MissingPackageError
+from ebft.errors import ConfigError
 from ebft.machine import is_launched
 from ebft.run.config.schema import RunConfig
 from ebft.serving.command import server_gpus
@@ -118,8 +117,6 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
     refused = "This process was started by a launcher" if is_launched() else next(iter(options.words()), "")
     if refused:
         raise ConfigError(f"use_ray: true starts Ray workers itself, by ray_num_workers. Remove: {refused}.")
-    if find_spec("ray") is None:
-        raise MissingPackageError("use_ray requires the package ray: pip install 'ebft[ray]'")
     workers, resources = config.ray_num_workers, config.resources_per_worker
     each = "one GPU each, or one CPU if Ray has no GPUs"
     if resources is not None:
