@@ -64,9 +64,12 @@ class Conversation:
     @property
     def reference_ids(self) -> list[int]:
         """The reference conversation after the prompt, including user turns, without a final end-of-turn token."""
-        ids = list(self.turns[0].reference_ids)
+        return self._reference(None)
+
+    def _reference(self, longest: int | None) -> list[int]:
+        ids = list(self.turns[0].reference_ids[:longest])
         for turn in self.turns[1:]:
-            ids += [*turn.lead_ids, *turn.reference_ids]
+            ids += [*turn.lead_ids, *turn.reference_ids[:longest]]
         return ids
 
     def compared(
@@ -79,10 +82,7 @@ class Conversation:
         """
         shared = len(commonprefix([prompt_ids, self.prompt_ids]))
         continued = [prompt_ids[shared:] + ids for ids in samples]
-        reference = list(self.turns[0].reference_ids[:longest])
-        for turn in self.turns[1:]:
-            reference += [*turn.lead_ids, *turn.reference_ids[:longest]]
-        return prompt_ids[:shared], [*continued, self.prompt_ids[shared:] + reference]
+        return prompt_ids[:shared], [*continued, self.prompt_ids[shared:] + self._reference(longest)]
 
 
 class Renderer:

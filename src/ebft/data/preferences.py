@@ -24,7 +24,7 @@ from ebft.data import row_counts
 from ebft.data.apply import IDS, WITH_REASON, Source, apply_transform, check_fields, plain
 from ebft.data.load import LoadedRows, load_sections, transformed_rows
 from ebft.data.messages import TOOLS, Message, check_turns, row_kwargs, says_something, text_or_messages
-from ebft.data.omissions import Omissions
+from ebft.data.prompts import RowWithPrompt
 from ebft.data.rendering import ChatTemplate, split_by_template, split_markers, warn_of_split_markers
 from ebft.data.tokens import Tokens, ids_after
 from ebft.data.transforms import wanted_rows
@@ -41,25 +41,12 @@ FEATURES = {
 }
 
 
-class PreferenceRow:
-    """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
-
-    def __init__(
-        self,
-        config: DataSettings,
-        tokenizer: PreTrainedTokenizerBase,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        self.tokenizer, self.sequence_len = tokenizer, config.sequence_len
-        self.kind = config.required_rows.kind
-        self.hint = wanted_rows(config.required_rows)
-        kwargs = {**(config.required_rows.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
-        self.template = ChatTemplate(tokenizer, config.chat_template, kwargs)
-        self.omissions = Omissions(self.template.name)
+class PreferenceRow(RowWithPrompt):
+    """Converts the result of a transform to the columns of `FEATURES`."""
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        names = COMPLETIONS[self.kind]
-        others = ["label"] if self.kind == "labelled" else []
+        names = COMPLETIONS[self.required.kind]
+        others = ["label"] if self.required.kind == "labelled" else []
         check_fields(row, ("prompt", *names, *others), self.hint)
         prompt, *completions = (text_or_messages(row[name], name) for name in ("prompt", *names))
         if len({type(text) for text in (prompt, *completions) if not _is_empty(text)}) > 1:
@@ -78,16 +65,17 @@ class PreferenceRow:
 
     def _ids(self, row: Mapping[str, Any], prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
         if isinstance(prompt, str):
-            ended = [with_eos(self.tokenizer, ids_after(self.tokenizer, prompt, text)) for text in completions]
-            return continued_ids(self.tokenizer, prompt), ended
-        template = self.template.with_tools(row.get(TOOLS), row_kwargs(row))
+            tokenizer = self.renderer.tokenizer
+            ended = [with_eos(tokenizer, ids_after(tokenizer, prompt, text)) for text in completions]
+            return continued_ids(tokenizer, prompt), ended
+        template = self.renderer.template.with_tools(row.get(TOOLS), row_kwargs(row))
         prompt, *completions = (
             self.omissions.with_known_roles(messages, template) for messages in (prompt, *completions)
         )
         chats = [[*prompt, *completion] for completion in completions]
         for chat in chats:
             check_turns(chat)
-        texts = [Tokens(self.tokenizer, template(chat)) for chat in chats]
+        texts = [Tokens(template.tokenizer, template(chat)) for chat in chats]
         for tokens, chat in zip(texts, chats, strict=True):
             self.omissions.check(chat, template, range(len(prompt), len(chat)), tokens.text)
         start = template(prompt, add_generation_prompt=True)

@@ -92,25 +92,24 @@ RESERVED = (
 )
 
 
-class PromptRow:
-    """Converts the result of a transform to the columns of `FEATURES`. Raises DataError that names an invalid field."""
+class RowWithPrompt:
+    """What converts the result of a transform to columns: called with one, it raises DataError for an invalid field."""
 
     def __init__(
-        self,
-        config: DataSettings,
-        tokenizer: PreTrainedTokenizerBase,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        self, config: DataSettings, tokenizer: PreTrainedTokenizerBase, of_entry: dict[str, Any] | None = None
     ) -> None:
-        required = config.required_rows
-        self.renderer = Renderer(tokenizer, required.chat_template_kwargs, template=config.chat_template)
+        self.required, self.sequence_len, self.of_entry = config.required_rows, config.sequence_len, of_entry
+        kwargs = {**(self.required.chat_template_kwargs or {}), **(of_entry or {})}
+        self.renderer = Renderer(tokenizer, kwargs, template=config.chat_template)
         self.omissions = omissions.Omissions(self.renderer.template.name)
-        self.of_entry = chat_template_kwargs
-        self.sequence_len = config.sequence_len
-        self.needs_reference = required.needs_reference
-        self.hint = wanted_rows(required)
+        self.hint = wanted_rows(self.required)
+
+
+class PromptRow(RowWithPrompt):
+    """Converts the result of a transform to the columns of `FEATURES`."""
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
-        apply.check_fields(row, ("prompt", "ground_truth") if self.needs_reference else ("prompt",), self.hint)
+        apply.check_fields(row, ("prompt", "ground_truth") if self.required.needs_reference else ("prompt",), self.hint)
         if taken := [name for name in RESERVED if name in row]:
             raise DataError(
                 f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
@@ -150,7 +149,7 @@ class PromptRow:
         if not fields["prompt"] or template.tokenizer.chat_template is None:
             return
         chat, reference = list(fields["prompt"]), fields["ground_truth"]
-        if self.needs_reference and reference and reference.strip():
+        if self.required.needs_reference and reference and reference.strip():
             reply = json.loads(fields.get(chats.REPLY) or "null") or {"role": "assistant", "content": reference}
             chat += [reply, *fields.get("remaining_turns", [])]
         compared = [index for index in range(len(fields["prompt"]), len(chat)) if is_reply(chat[index])]
@@ -160,7 +159,7 @@ class PromptRow:
         prompt, reference = fields["prompt"], fields["ground_truth"]
         if not (prompt.strip() if isinstance(prompt, str) else any(map(chats.says_something, prompt))):
             return row_counts.NO_PROMPT
-        if not self.needs_reference:
+        if not self.required.needs_reference:
             talk = self.renderer.of_row(fields, compares=False)
             return "" if len(talk.prompt_ids) < self.sequence_len else row_counts.PROMPT_TOO_LONG
         if reference is None or not reference.strip():
