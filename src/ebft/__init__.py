@@ -16,22 +16,15 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from ebft.tools.evaluation.run import evaluate
 
 _EXPORTS = {
-    "load_config": "ebft.run.config.schema",
-    "RunConfig": "ebft.run.config.schema",
-    "train": "ebft.run.training",
-    "TrainResult": "ebft.run.training",
-    "evaluate": "ebft.tools.evaluation.run",
-    "Evaluation": "ebft.tools.evaluation.result",
-    "HealthCallback": "ebft.health.callback",
-    "training_outcome": "ebft.health.outcome",
-    "RunFilesCallback": "ebft.monitor.run_files",
-    "StridedEBFTTrainer": "ebft.strided",
-    "StridedEBFTConfig": "ebft.strided",
-    "EBFTTrainer": "ebft.structured",
-    "EBFTConfig": "ebft.structured",
-    "AsyncEBFTTrainer": "ebft.structured",
-    "AsyncEBFTConfig": "ebft.structured",
-    "FeatureMatchingReward": "ebft.structured",
+    "ebft.run.config.schema": ("load_config", "RunConfig"),
+    "ebft.run.training": ("train", "TrainResult"),
+    "ebft.tools.evaluation.run": ("evaluate",),
+    "ebft.tools.evaluation.result": ("Evaluation",),
+    "ebft.health.callback": ("HealthCallback",),
+    "ebft.health.outcome": ("training_outcome",),
+    "ebft.monitor.run_files": ("RunFilesCallback",),
+    "ebft.strided": ("StridedEBFTTrainer", "StridedEBFTConfig"),
+    "ebft.structured": ("EBFTTrainer", "EBFTConfig", "AsyncEBFTTrainer", "AsyncEBFTConfig", "FeatureMatchingReward"),
 }
 
 __all__ = [  # a literal, since type checkers do not evaluate it
@@ -58,9 +51,10 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import ebft` is fast."""
     if name == "__version__":
         return import_module("importlib.metadata").version("ebft")
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'ebft' has no attribute {name!r}. Available: {', '.join(_EXPORTS)}.")
-    value = getattr(import_module(_EXPORTS[name]), name)
+    module = next((module for module, names in _EXPORTS.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module 'ebft' has no attribute {name!r}. Available: {', '.join(__all__)}.")
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 
