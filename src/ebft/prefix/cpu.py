@@ -42,7 +42,7 @@ def cpu_product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of matrices, without autograd, with the faster library."""
     rows, columns = left.shape[0], right.shape[1]
     if _onednn_is_faster() and _suits(left, right, rows * columns * left.shape[1]):
-        return _onednn(left, right.mT, None)
+        return torch.ops.mkldnn._linear_pointwise(left, right.mT, None, "none", [], "")
     return left @ right
 
 
@@ -51,30 +51,10 @@ class _WithOneDNN(TorchFunctionMode):
         if func is F.linear and not kwargs:
             x, weight, bias = (*args, None)[:3]
             if _suits(x, weight, x.numel() * weight.shape[0]) and not torch.is_autocast_enabled("cpu"):
-                return (_Linear.apply if torch.is_grad_enabled() else _onednn)(x, weight, bias)
+                with torch.no_grad():
+                    known = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+                return KnownProduct.apply(x, weight, bias, (known,)) if torch.is_grad_enabled() else known
         return func(*args, **(kwargs or {}))
-
-
-class _Linear(torch.autograd.Function):
-    """Differentiable `linear` of x (..., I) with weight (O, I) and bias (O,)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        grad_x = cpu_product(rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = cpu_product(rows.mT, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _suits(x: Tensor, other: Tensor, multiplications: int) -> bool:
@@ -184,7 +164,7 @@ class _Reuse(TorchFunctionMode):
 
 
 class KnownProduct(torch.autograd.Function):
-    """`linear(x, weight, bias)` of x (1, P, I) with known values (1, P, O): only the backward pass is computed."""
+    """`linear(x, weight, bias)` of x (..., I) with known values (..., O): only the backward pass is computed."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, known):
@@ -197,9 +177,9 @@ class KnownProduct(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.dtypes
-        rows, needs = grad[0], ctx.needs_input_grad
-        grad_x = cpu_product(rows, weight.to(rows.dtype)).to(x_dtype)[None] if needs[0] else None
-        grad_weight = cpu_product(rows.mT, x[0].to(rows.dtype)).to(weight.dtype) if needs[1] else None
+        rows, needs = grad.flatten(0, -2), ctx.needs_input_grad
+        grad_x = cpu_product(rows, weight.to(rows.dtype)).to(x_dtype).view(*grad.shape[:-1], -1) if needs[0] else None
+        grad_weight = cpu_product(rows.mT, x.flatten(0, -2).to(rows.dtype)).to(weight.dtype) if needs[1] else None
         return grad_x, grad_weight, rows.sum(0, dtype=bias_dtype) if needs[2] else None, None
 
 
