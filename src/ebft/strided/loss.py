@@ -6,6 +6,7 @@ S  document tokens   M  blocks   N  rollouts per block   G  tokens per rollout
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,45 +126,32 @@ def score(
     """
     parts = split(documents, layout, tokens_per_pass)
 
+    def of_part(causal_lm: PreTrainedModel, part: Part) -> tuple[Tensor, Tensor]:
+        documents, layout, sampled = part.documents, part.layout, rollouts[part.blocks]
+        # With dropout, the states of equal tokens differ.
+        tree = RolloutTree.of(sampled, layout.merge_rollouts and not apply_dropout)
+        nodes = tree.nodes(sampled.shape[-1] - 1)
+        run = StridedPass(
+            layout=layout, document_positions=documents.positions, nodes=nodes, apply_dropout=apply_dropout
+        )
+        states = backbone_states(causal_lm, torch.cat([documents.tokens, nodes.tokens]), run)
+        text, of_nodes = states.split([len(documents.tokens), len(nodes.tokens)])
+        # A rollout's first token is predicted at document position a_b - 1, each later token at the token before it.
+        draws, by_step, head = tree.all_draws(), sampled.movedim(-1, 0), head_of(causal_lm)
+        predicting = torch.cat([text[layout.block_index - 1], of_nodes])
+        several = None if tree.merge else layout.num_blocks  # without merging, nodes draw one token each
+        found = token_logps(predicting, draws.spread(by_step.flatten()), head, temperature, truncation, several)
+        logps = draws.collect(found).view(by_step.shape).movedim(0, -1)
+        with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
+            return logps, text_logps(text, documents, head)
+
     def forward(causal_lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
-        scored = []
-        for part in parts:
-            args = (causal_lm, part, rollouts[part.blocks], temperature, truncation, text_gradient, apply_dropout)
-            if len(parts) > 1 and torch.is_grad_enabled():
-                scored.append(checkpoint(_score_part, *args, use_reentrant=False))
-            else:
-                scored.append(_score_part(*args))
-        logps, text = (torch.cat(values) for values in zip(*scored))
+        recomputes = len(parts) > 1 and torch.is_grad_enabled()
+        run = partial(checkpoint, of_part, use_reentrant=False) if recomputes else of_part
+        logps, text = (torch.cat(values) for values in zip(*(run(causal_lm, part) for part in parts)))
         return layout.up_to_end(logps, rollouts), text
 
     return run_wrapped(model, forward)
-
-
-def _score_part(
-    causal_lm: PreTrainedModel,
-    part: Part,
-    rollouts: Tensor,
-    temperature: float,
-    truncation: Truncation | None,
-    text_gradient: bool,
-    apply_dropout: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute `score` for the blocks of a part, inside the model's forward."""
-    documents, layout, head = part.documents, part.layout, head_of(causal_lm)
-    # With dropout, the states of equal tokens differ.
-    tree = RolloutTree.of(rollouts, layout.merge_rollouts and not apply_dropout)
-    nodes = tree.nodes(rollouts.shape[-1] - 1)
-    run = StridedPass(layout=layout, document_positions=documents.positions, nodes=nodes, apply_dropout=apply_dropout)
-    states = backbone_states(causal_lm, torch.cat([documents.tokens, nodes.tokens]), run)
-    text, of_nodes = states.split([len(documents.tokens), len(nodes.tokens)])
-    # A rollout's first token is predicted at document position a_b - 1, each later token at the token before it.
-    draws, by_step = tree.all_draws(), rollouts.movedim(-1, 0)
-    predicting = torch.cat([text[layout.block_index - 1], of_nodes])
-    several = None if tree.merge else layout.num_blocks  # without merging, nodes draw one token each
-    found = token_logps(predicting, draws.spread(by_step.flatten()), head, temperature, truncation, several)
-    logps = draws.collect(found).view(by_step.shape).movedim(0, -1)
-    with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
-        return logps, text_logps(text, documents, head)
 
 
 def text_logps(states: Tensor, documents: Documents, head: Head) -> Tensor:
