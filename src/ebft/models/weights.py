@@ -33,7 +33,7 @@ from ebft.models.weight_files import WeightFiles, weight_files
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
 if TYPE_CHECKING:
-    from ebft.config.keys.models import BitsAndBytesKeys, ModelSettings, QatSection
+    from ebft.config.keys.models import ModelSettings, QatSection
 
 GROUP_SIZE = 32  # weights that share a scale, with int4
 SMALLEST = 1e-5  # scale of ternary weights, and of their inputs
@@ -199,18 +199,18 @@ def quantise_experts(model: nn.Module, settings: ModelSettings) -> int:
             stacks_experts = weight.dim() == 3 and weight.is_floating_point() and not isinstance(module, nn.Conv1d)
             if not stacks_experts or weight.requires_grad or weight.shape[-1] % 2:
                 continue
-            packed, unpack[name] = _packed(weight.data, settings.bnb_config_kwargs if settings.load_in_4bit else None)
-            _replace(module, name, packed.view(*weight.shape[:-1], -1))
+            stored, unpack[name] = packed(weight.data, settings)
+            _replace(module, name, stored.view(*weight.shape[:-1], -1))
         if unpack:
             _UnpackedWhileRunning(module, unpack, outermost.get(id(module), module))
             count += len(unpack)
     return count
 
 
-def _packed(weight: Tensor, options: BitsAndBytesKeys | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A weight in 4 bits, or in 8 without options, as bitsandbytes stores linear layers, and what restores it."""
-    if options is not None:
-        found, state = functional().quantize_4bit(weight, **options.four_bit)
+def packed(weight: Tensor, settings: ModelSettings) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A weight in 4 or 8 bits, as bitsandbytes stores linear layers, and what restores it."""
+    if settings.load_in_4bit:
+        found, state = functional().quantize_4bit(weight, **settings.bnb_config_kwargs.four_bit)
 
         def from_four_bits(packed: Tensor) -> Tensor:
             if state.absmax.device != packed.device:

@@ -25,7 +25,7 @@ from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
 from ebft.models import adapter_targets, load, pretrained
 from ebft.models.adapter import UNMATCHED_RANK, not_whole, saved_layers, saved_rows
-from ebft.models.weights import functional
+from ebft.models.weights import functional, packed
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
@@ -208,7 +208,7 @@ class BitsAndBytesRounding:
 
     def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
         self._settings, self._dtype = settings, load.weights_dtype(settings)
-        self._functional = functional()
+        functional()  # raises without bitsandbytes
         kept = [*get_keys_to_not_convert(model), *load.not_quantised(settings, model.config)]
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         is_within = lambda name, other: name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
@@ -221,11 +221,9 @@ class BitsAndBytesRounding:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight after quantisation, in its own dtype."""
-        functional, loaded = self._functional, weight.to(self._dtype)
+        loaded = weight.to(self._dtype)
+        if weight.dim() == 2 and not self._settings.load_in_4bit:  # of 8 bits, only experts are rounded again
+            loaded = loaded.to(weight.dtype)
         with doing("quantising weights with bitsandbytes"):
-            if self._settings.load_in_4bit:
-                stored = functional.quantize_4bit(loaded, **self._settings.bnb_config_kwargs.four_bit)
-                return functional.dequantize_4bit(*stored).to(weight.dtype)
-            quantised, scale, _ = functional.int8_vectorwise_quant(loaded.flatten(0, -2).half())
-            whole = functional.int8_vectorwise_dequant(quantised, scale).view(weight.shape)
-            return whole.to(self._dtype if weight.dim() == 3 else whole.dtype).to(weight.dtype)  # experts are rounded
+            stored, restored = packed(loaded, self._settings)
+            return restored(stored).view(weight.shape).to(weight.dtype)
