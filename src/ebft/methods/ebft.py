@@ -50,6 +50,7 @@ class Strided(Method):
     samples_blocks = True
     phases = {"rollouts": "_sample", "features": "_embed", "log-probabilities": "_score"}
     arguments = "ebft.strided:StridedEBFTConfig"
+    trainer = "ebft.strided:StridedEBFTTrainer"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
@@ -105,10 +106,9 @@ class Strided(Method):
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.documents import DocumentCollator
-        from ebft.strided import StridedEBFTTrainer
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
-        return StridedEBFTTrainer(model=model, data_collator=collator, **common)
+        return super().build_trainer(config, model, tokenizer, server, data_collator=collator, **common)
 
 
 def missing_device(config: MethodConfig, machine: Machine) -> Iterator[str]:

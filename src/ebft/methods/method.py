@@ -101,6 +101,7 @@ class Method(ABC):
     rows: ClassVar[Rows]  # what a row of data is converted to
     view: ClassVar[str]  # the class of ebft.methods.views that shows a row
     arguments: ClassVar[str]  # the class of its training arguments, module:class, imported when it is used
+    trainer: ClassVar[str]  # the class of its trainer, if `build_trainer` builds it
     keys: ClassVar[type[Section]] = Section  # top-level config keys that it adds; other methods warn about them
     citation: ClassVar[str | None] = None  # BibTeX
     needs_reference: ClassVar[bool] = True  # whether every row of prompts must have one
@@ -233,11 +234,11 @@ class Method(ABC):
     def arguments_class(self) -> type[TrainingArguments]:
         return class_at(self.arguments)
 
-    @abstractmethod
     def build_trainer(
         self, config: MethodConfig, model: Any, tokenizer: Any, server: VLLMServer | None, **common: Any
     ) -> Trainer:
         """Its trainer; `common` are the arguments common to all trainers of transformers."""
+        return class_at(self.trainer)(model=model, **common)
 
 
 def pass_at(samples: int) -> tuple[str, ...]:

@@ -56,7 +56,6 @@ class PreferenceMethod(Method):
     }
     idle = ("ebft", "trl", "vllm", "evaluation")
     has_reference: ClassVar[bool] = True
-    trainer: ClassVar[str]  # of `ebft.preferences`, module:class
     metrics = ("loss", "rewards/accuracies", "rewards/margins")
     data: ClassVar[str] = "pairs of a chosen and a rejected completion"
     own: ClassVar[dict[str, str]] = {}  # arguments of its own -> their keys
@@ -116,7 +115,7 @@ class PreferenceMethod(Method):
 
         without_router_loss(model)
         if not self.has_reference:
-            return class_at(self.trainer)(model, **common)
+            return super().build_trainer(config, model, tokenizer, server, **common)
         from ebft.models.causal_lm import frozen_copy
 
         is_new_adapter = config.adapter is not None and config.lora_model_dir is None

@@ -76,6 +76,7 @@ class RewardModel(Classifier):
     class_ending = "ForSequenceClassification"
     pipeline_tag = "text-classification"
     arguments = "ebft.reward_models:RewardModelConfig"
+    trainer = "ebft.reward_models:RewardModelTrainer"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
@@ -89,11 +90,6 @@ class RewardModel(Classifier):
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return {name: getattr(config, name) for name in ("center_rewards_coefficient", "activation_offloading")}
-
-    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.reward_models import RewardModelTrainer
-
-        return RewardModelTrainer(model=model, **common)
 
 
 class ProcessRewardModel(Classifier):
@@ -109,6 +105,7 @@ class ProcessRewardModel(Classifier):
     class_ending = "ForTokenClassification"
     pipeline_tag = "token-classification"
     arguments = "transformers:TrainingArguments"
+    trainer = "ebft.reward_models:ProcessRewardTrainer"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
@@ -127,7 +124,6 @@ class ProcessRewardModel(Classifier):
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.documents import DocumentCollator
-        from ebft.reward_models import ProcessRewardTrainer
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=False)
-        return ProcessRewardTrainer(model=model, data_collator=collator, **common)
+        return super().build_trainer(config, model, tokenizer, server, data_collator=collator, **common)

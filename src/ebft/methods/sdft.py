@@ -15,7 +15,7 @@ from ebft.config.section import Section
 from ebft.config.trl import SamplingKeys
 from ebft.errors import DataError, doing
 from ebft.methods.grpo import sampled_as, whole_groups
-from ebft.methods.method import EvaluationSampling, Method, MethodConfig, class_at
+from ebft.methods.method import EvaluationSampling, Method, MethodConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,4 +165,5 @@ class SDFT(Method):
         return found | whole_groups(config) | {"shuffle_dataset": not config.curriculum_sampling}
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        return class_at(self.trainer)(model, template_kwargs=config.chat_template_kwargs, **common)
+        kwargs = config.chat_template_kwargs
+        return super().build_trainer(config, model, tokenizer, server, template_kwargs=kwargs, **common)
