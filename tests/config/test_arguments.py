@@ -58,7 +58,7 @@ def kwargs(config, machine=CPU, rows=100, has_eval=False):
     (DETAILS, CPU, {CHECKPOINTING: False, f"{CHECKPOINTING}_kwargs": ...}),
     ({"fsdp": ["full_shard", "offload"], "fsdp_config": LAYERS}, CPU, {"fsdp": True, "fsdp_config": WRAPPED}),
     ({"fsdp": "shard_grad_op auto_wrap"}, CPU, {"fsdp_config": {"reshard_after_forward": False}}),
-    ({"fsdp": False}, CPU, {"fsdp": ...}), ({"fsdp_version": 2, "fsdp_config": FSDP}, CPU, RESHARD),
+    ({"fsdp": False}, CPU, {"fsdp": ...}), ({"fsdp": [], "fsdp_config": FSDP}, CPU, RESHARD),
     ({"hub_model_id": "me/model", "hub_private_repo": True}, CPU,
      {"push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True}),
     ({"cosine_min_lr_ratio": 0.25}, CPU,

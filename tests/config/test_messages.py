@@ -48,7 +48,6 @@ def structured(**trl):
     ({"unfrozen_parameters": ["lm_head.weight$[:128]"]}, "selects rows, but parameters are"),
     ({"model_type": "AutoModelForSequenceClassification"}, "set reward_model: true, or"),
     # Optimizer, batches, precision
-    ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, "needs lr_scheduler: cosine, not linear"),
     ({"batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
      "batch_size: 8 is not micro_batch_size: 2 times gradient_accumulation_steps: 2. Remove batch_size"),
     ({**PROMPTS, "group_by_length": True}, "group_by_length is not supported with structured mode"),
@@ -58,8 +57,6 @@ def structured(**trl):
     # Processes
     ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported: "),
     ({"dp_shard_size": 2}, "dp_shard_size: 2 needs fsdp"), ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and"),
-    ({"fsdp_config": {"offload_params": True}}, "Add fsdp: true"),
-    ({"fsdp": True, "fsdp_version": 1}, "fsdp_version: 1 is not supported, only FSDP2"),
     # Checkpoints, evaluation, logs
     ({"val_set_size": 0.1, "test_datasets": [{"path": "a", "type": "b"}]}, "test_datasets and val_set_size are both"),
     ({**STRIDED, "val_set_size": 2, "metric_for_best_model": "loss"}, "Choose from cfm_loss, "),
@@ -190,6 +187,9 @@ OF_TURNS = ", which determines the turns"
         ("tokens", {"pad_token": "a"}, "tokens is a mapping, which is read as special_tokens."),
         ("use_cut_cross_entropy", True, "cut_cross_entropy: True has no effect..."), ("adam_eps", 1e-6, None),
         ("max_packed_sequence_len", 2048, "max_packed_sequence_len: 2048 has no effect: sample_packing: true..."))),
+    ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, "cosine_min_lr_ratio has no effect with lr_scheduler:..."),
+    ({"loraplus_lr_embedding": 1e-6}, "loraplus_lr_embedding has no effect without loraplus_lr_ratio."),
+    ({"fsdp_config": {"fsdp_version": 1}}, "fsdp_config.fsdp_version: 1 has no effect: fsdp uses FSDP2 only."),
     ({"float16": True, "bfloat16": True, "bf16": True}, "float16: True has no effect: bfloat16 is set."),
     ({"adam_eps": 1e-6, "adam_epsilon": 1e-7}, "adam_eps: 1e-06 has no effect: adam_epsilon: 1e-07 is the same key."),
     ({**STRIDED, "activation_offloading": True}, "...activation_offloading: true has no effect with "),

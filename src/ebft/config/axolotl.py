@@ -83,7 +83,6 @@ _UNSUPPORTED = {
     "hub_revision": "models are pushed to the main branch of hub_model_id. Remove it",
     "bench_dataset bench_split lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model": "use ebft evaluate",
     "dataset_shard_num dataset_shard_idx": "set shards and shards_idx of the datasets",
-    "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
     "dpo_generate_during_eval generate_during_eval": "remove it; preference methods do not sample",
     "max_new_tokens": "set trl.max_completion_length",
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
@@ -235,13 +234,14 @@ _IGNORED = {
     "remove_unused_columns": "each method selects the columns that it reads",
     "shuffle_before_merging_datasets": "see shuffle_merged_datasets",
     "group_by_modality": "all rows are text",
+    "max_prompt_len": "rows that do not fit within sequence_len are dropped as a whole",
     # Processes, memory and logs
     "ddp_bucket_cap_mb ddp_broadcast_buffers": "PyTorch's default is used; models have no buffers that change",
     "lr_quadratic_warmup": "the warmup of transformers' schedules is linear",
     "eta_min test_value": "it is not a key of axolotl either; eta_min is cosine_min_lr_ratio",
     "fp8_enable_fsdp_float8_all_gather": "FSDP gathers weights in their own dtype",
     "heads_k_stride ring_attn_func": "sequences are not split over processes",
-    "fsdp_version": "fsdp is not set",
+    "fsdp_version": "fsdp uses FSDP2 only",
     "fsdp_final_state_dict_type": "the final model is always gathered and saved whole",
     "save_safetensors": "transformers 5 writes safetensors only, which PEFT and vLLM read, too",
     "local_rank world_size": "the launcher sets the rank and the number of processes",
@@ -289,7 +289,7 @@ IGNORED_KEYS = {
 TYPED = {"fsdp_version": int | None, "model_type": str | None}
 # Of keys that have an effect beside others.
 _ABOUT = {
-    "fsdp_version": "2, the only supported version. With fsdp_config, it enables fsdp.",
+    "fsdp_version": "FSDP2 is used with any version.",
     "model_type": "No effect: the class is determined by the model's config and the method, which it must match.",
 }
 

@@ -102,8 +102,8 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
         full for full in names if words <= {*full.split("_")}
     ]
-    if near or elsewhere:
-        return f"Unknown key {key!r}. Did you mean {elsewhere[0] if elsewhere else parent + near[0]!r}?"
+    if meant := [*elsewhere[:1], *(parent + full for full in near[:1])]:
+        return f"Unknown key {key!r}. Did you mean {' or '.join(map(repr, meant))}?"
     return f"Unknown key {key!r}. {_LIST}"
 
 

@@ -35,9 +35,6 @@ def fsdp_problems(config: BaseConfig) -> Iterator[str]:
     if not (config.fsdp or config.fsdp_config):
         return
     details = config.fsdp_config or FSDPKeys()
-    for key, version in (("fsdp_version", config.fsdp_version), ("fsdp_config.version", details.version)):
-        if version not in (None, 2):
-            yield f"{key}: {version} is not supported, only FSDP2. Set it to 2, or remove it."
     unknown = [word for word in _words(config) if word not in _WORDS]
     if unknown:
         yield f"fsdp: {unknown[0]!r} is not supported. Set fsdp: true, or choose from {', '.join(_WORDS)}."
@@ -51,7 +48,7 @@ def fsdp_arguments(config: BaseConfig) -> dict[str, Any]:
     """The arguments of transformers for a sharded run: one switch, and options without the prefix `fsdp_`."""
     if not config.fsdp:
         return {}
-    others = {"final_state_dict_type", "activation_checkpointing"}
+    others = {"version", "final_state_dict_type", "activation_checkpointing"}
     details = (config.fsdp_config or FSDPKeys()).model_dump(exclude=others, exclude_unset=True, exclude_none=True)
     words = _words(config)
     if "offload" in words:

@@ -41,7 +41,7 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
         problems.append("fp8 needs a GPU of compute capability 8.9 (Ada, Hopper or newer). Set bf16: true instead.")
     if problems:
         raise ConfigError("\n".join(problems))
-    if config.tf32 and not machine.supports_tf32:
+    if config.tf32 is True and not machine.supports_tf32:
         warn("tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.")
     if config.activation_offloading and not machine.has_accelerator:
         warn("activation_offloading: true has no effect on CPU: activations are in main memory.")
@@ -62,8 +62,8 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
         count = launched_processes() if processes is None else processes
         if config.dp_shard_size not in (None, 1, count):
             problems.append(f"dp_shard_size: {config.dp_shard_size}, but the model is sharded over {count} processes.")
-        if config.ddp not in (None, count > 1):
-            problems.append(f"ddp: {str(config.ddp).lower()}, but the number of processes is {count}. Remove ddp.")
+        if config.ddp is False and count > 1:
+            problems.append(f"ddp: false, but the number of processes is {count}. Remove ddp.")
     if problems := problems + list(_overwritten(config)):
         raise ConfigError("\n".join(problems))
     if config.evaluation.pass_at:

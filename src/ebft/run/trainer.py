@@ -136,7 +136,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
         "bf16": precision == "bf16",
         "deepspeed": deepspeed_settings(config.deepspeed),
         "use_cpu": not machine.has_accelerator,
-        "tf32": None if config.tf32 and not machine.supports_tf32 else config.tf32,
+        "tf32": machine.supports_tf32 or None if config.tf32 else config.tf32,
         "train_sampling_strategy": "group_by_length" if config.group_by_length else sequential,
         "report_to": trackers(config),
         "ddp_find_unused_parameters": config.ddp_find_unused_parameters if machine.processes > 1 else None,

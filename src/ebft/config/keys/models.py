@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ebft.config.section import NotBlank, Section, paths
+from ebft.errors import warn
 
 Layer = Annotated[int, Field(ge=0, le=100_000)]
 ALL_LINEAR = "all-linear"  # in PEFT
@@ -167,8 +168,8 @@ class PrecisionKeys(Section):
     """Compute the products of linear layers, except the output layer, in float8 with torchao, during training of all
     weights. Weights, frozen copies and what is saved keep their dtype. Needs a GPU of compute capability 8.9 (Ada,
     Hopper); on CPU, it is for tests."""
-    tf32: bool | None = None
-    """Use TF32 matrix products on Ampere and newer GPUs. If unset, PyTorch's default."""
+    tf32: bool | Literal["auto"] | None = None
+    """Use TF32 matrix products on Ampere and newer GPUs; auto enables it there. If unset, PyTorch's default."""
 
 
 class AttentionKeys(Section):
@@ -260,7 +261,8 @@ class ModelSettings(AdapterKeys, AttentionKeys, ModelKeys, PrecisionKeys):
 
 
 # Keys of FSDP1 that change nothing under FSDP2, and other names of keys.
-_OF_FSDP1 = ("sync_module_states", "use_orig_params", "forward_prefetch", "backward_prefetch", "limit_all_gathers")
+_OF_FSDP1 = ("sync_module_states", "use_orig_params", "forward_prefetch", "limit_all_gathers")
+_OF_FSDP1 += ("backward_prefetch", "backward_prefetch_policy")
 _FSDP_NAMES = {
     "fsdp_version": "version",
     "offload_params": "cpu_offload",
@@ -273,7 +275,7 @@ _FSDP_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 class FSDPKeys(Section):
     """The section `fsdp_config:`; its keys may have the prefix `fsdp_`."""
 
-    version: int | None = Field(None, description="2, the default. FSDP1 is not supported.")
+    version: int | None = Field(None, description="FSDP2 is used with any version.")
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = "FULL_STATE_DICT"
     """FULL_STATE_DICT gathers the weights and the optimizer state of a checkpoint on one process, and saves them as a
     run without FSDP does. With SHARDED_STATE_DICT, every process saves its own part."""
@@ -305,6 +307,8 @@ class FSDPKeys(Section):
             name = _FSDP_NAMES.get(name, name)
             if name == "reshard_after_forward" and isinstance(value, str):
                 value = _FSDP_RESHARDS.get(value.upper(), value)
+            if name == "version" and value != 2:
+                warn(f"fsdp_config.{key}: {value} has no effect: fsdp uses FSDP2 only.")
             if name not in _OF_FSDP1:
                 found[name] = value
         return found

@@ -169,7 +169,7 @@ class HardwareKeys(PrecisionKeys):
     """Mode of torch.compile. If unset, PyTorch's default."""
 
     ddp: bool | None = None
-    """true requires several processes, false a single process. If unset, either is accepted."""
+    """false requires a single process."""
     ddp_find_unused_parameters: bool = False
     """Let DDP search for parameters without gradients, as some mixture-of-experts models require."""
     ddp_timeout: int = Field(1800, gt=0, description="Seconds for which processes wait for one with slow rewards.")

@@ -74,13 +74,13 @@ _EXCLUSIVE = (
     ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
     ("deepspeed", "fsdp"),
 )
-# A key, the key without which it has no effect, what that is called, and what to do.
+# A key, and the key without which it has no effect.
 _DEPENDENT = (
-    ("torch_compile_backend", "torch_compile", "torch_compile: true", "Add it, or remove torch_compile_backend."),
-    ("torch_compile_mode", "torch_compile", "torch_compile: true", "Add it, or remove torch_compile_mode."),
-    ("loss_watchdog_patience", "loss_watchdog_threshold", "loss_watchdog_threshold", "Set it, or remove the patience."),
-    ("loraplus_lr_ratio", "adapter", "an adapter", "Set adapter: lora, or remove it."),
-    ("loraplus_lr_embedding", "loraplus_lr_ratio", "loraplus_lr_ratio", "Set it, or remove loraplus_lr_embedding."),
+    ("torch_compile_backend", "torch_compile"),
+    ("torch_compile_mode", "torch_compile"),
+    ("loss_watchdog_patience", "loss_watchdog_threshold"),
+    ("loraplus_lr_ratio", "adapter"),
+    ("loraplus_lr_embedding", "loraplus_lr_ratio"),
 )
 
 
@@ -130,8 +130,6 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "quantize_moe_experts: true requires load_in_4bit or load_in_8bit. Add one, or remove it."
     if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):
         yield f"dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it."
-    if c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine":
-        yield f"cosine_min_lr_ratio needs lr_scheduler: cosine, not {c.lr_scheduler}. Change one."
     if c.chat_template == "jinja" and c.chat_template_jinja is None:
         yield "chat_template: jinja needs the text of the template in chat_template_jinja. Set it."
     if not (c.test_datasets or c.val_set_size):
@@ -142,12 +140,6 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
             yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch."
     elif c.early_stopping_patience is not None and (c.eval_strategy == "no" or c.evals_per_epoch == 0):
         yield "early_stopping_patience needs evaluations. Set eval_strategy to steps or epoch, or remove it."
-    for key, other, named, remedy in _DEPENDENT:
-        if _is_set(c, key) and not _is_set(c, other):
-            yield f"{key} has no effect without {named}. {remedy}"
-    version = c.fsdp_version if c.fsdp_config is None else c.fsdp_version or c.fsdp_config.version
-    if c.fsdp_config and not c.fsdp and (c.fsdp is not None or version is None):
-        yield "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it."
 
 
 def _excluded(c: MethodConfig) -> Iterator[str]:
@@ -262,7 +254,7 @@ def resolve(config: MethodConfig) -> None:
         for message in change(config):
             warn(message)
     config.method.resolve(config)
-    if config.fsdp is None and config.fsdp_config:  # with fsdp_version, as configs for FSDP2 have it elsewhere
+    if config.fsdp in (None, []) and config.fsdp_config and config.fsdp_config.model_fields_set:
         config.fsdp = True
     if config.max_memory and config.device_map is None:
         config.device_map = "auto"
@@ -307,6 +299,13 @@ def _without_effect(c: MethodConfig) -> Iterator[str]:
     if (kernel := c.experts_implementation) in ("scattermoe", "sonicmoe"):
         c.experts_implementation = None
         yield f"experts_implementation: {kernel} is replaced with grouped_mm of transformers, if the machine has it."
+    for key, other in _DEPENDENT:
+        if _is_set(c, key) and not _is_set(c, other):
+            setattr(c, key, type(c).model_fields[key].default)
+            yield f"{key} has no effect without {other}."
+    if c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine":
+        c.cosine_min_lr_ratio = None
+        yield f"cosine_min_lr_ratio has no effect with lr_scheduler: {c.lr_scheduler}, only with cosine."
     # Published configs often have a schedule of evaluations with `val_set_size: 0.0`.
     given = [key for key in ("eval_steps", "eval_on_start", "evals_per_epoch") if getattr(c, key)]
     given += ["eval_strategy"] if c.eval_strategy not in (None, "no") else []

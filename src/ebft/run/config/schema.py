@@ -198,8 +198,8 @@ class _Values(SafeConstructor):
         if isinstance(key, tuple):
             raise YAMLError("a key must be a scalar, not a list or a mapping")
         former = mapping.get(key)
-        is_same = value in (None, "") or former is None or repr(value) == repr(former)
-        if key not in mapping or isinstance(value, dict | list) or not is_same:
+        is_same = repr(value) == repr(former) and not isinstance(value, dict | list)
+        if key not in mapping or not (is_same or former is None or value in (None, "")):
             return super().check_mapping_key(node, key_node, mapping, key, value)
         lines = [each.start_mark.line + 1 for each, _ in node.value if each.value == key_node.value]
         warn(f"{key} is set in line {lines[0]}, and to the same or no value in line {key_node.start_mark.line + 1}.")
