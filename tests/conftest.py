@@ -12,6 +12,8 @@ import pytest
 # Also of processes that tests start: threads that wait for each other take the cores from other tests.
 os.environ["OMP_NUM_THREADS"] = "1"  # read when PyTorch is imported, which the process that starts others does not do
 
+gc.disable()  # until tests are collected: what they import is not searched again and again
+
 # Read by rich, typer and click, some on import: what commands print must not depend on where the tests run.
 for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)
@@ -34,6 +36,7 @@ def pytest_collection_modifyitems(items):
         mark = item.get_closest_marker("first")
         if mark and cases[item.nodeid.partition("[")[0]] > mark.args[0]:
             item.add_marker(pytest.mark.slow)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
