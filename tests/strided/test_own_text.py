@@ -103,6 +103,7 @@ def test_the_expected_gradient_is_zero(rows_of, options, tmp_path):
     assert bias.abs().max() < 4 and directions.square().mean() < 4, (bias, directions)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_parity_check")
 def test_blocks_of_the_texts_that_go_on_teach_not_to_end(tmp_path):
     """Which shows that the test above would find it."""

@@ -139,7 +139,7 @@ FAST = {re.match(r"\w+/[a-z]+", name)[0]: name for name in CASES}.values()
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST]
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_rows(name):
     kinds = [(method, kind) for method in SETTINGS for kind in (OF_PAIRS if method == "opencode" else KINDS)]
