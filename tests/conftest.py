@@ -12,7 +12,6 @@ import pytest
 
 # Also of processes that tests start: threads that wait for each other take the cores from other tests.
 os.environ["OMP_NUM_THREADS"] = "1"  # read when PyTorch is imported, which the process that starts others does not do
-
 gc.disable()  # until tests are collected: what they import is not searched again and again
 
 # Read by rich, typer and click, some on import: what commands print must not depend on where the tests run.

@@ -100,8 +100,7 @@ def test_noise_of_evaluations_rarely_gives_a_verdict(count, names):
 def test_noise_of_training_logs_rarely_gives_a_verdict(count, correlation):
     noise = np.random.default_rng(count).standard_normal((2, 150, count))
     for time in range(1, count):
-        noise[..., time] *= math.sqrt(1 - correlation**2)
-        noise[..., time] += correlation * noise[..., time - 1]
+        noise[..., time] = math.sqrt(1 - correlation**2) * noise[..., time] + correlation * noise[..., time - 1]
     for names in (["loss"], ["ebft/ce_loss", "ebft/alignment"]):
         assert verdicts(evaluated(**dict(zip(names, series.tolist()))) for series in noise.swapaxes(0, 1)) < 0.05 * 150
 
