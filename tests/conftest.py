@@ -1,5 +1,6 @@
 """What many tests share: the command line, a small tokenizer and a tiny random model, as a user would have them."""
 
+import functools
 import gc
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 
 # Also of processes that tests start: threads that wait for each other take the cores from other tests.
 os.environ["OMP_NUM_THREADS"] = "1"  # read when PyTorch is imported, which the process that starts others does not do
+gc.disable()  # until tests are collected: what they import is not searched again and again
 
 # Read by rich, typer and click, some on import: what commands print must not depend on where the tests run.
 for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE"):
@@ -34,6 +36,27 @@ def pytest_collection_modifyitems(items):
         mark = item.get_closest_marker("first")
         if mark and cases[item.nodeid.partition("[")[0]] > mark.args[0]:
             item.add_marker(pytest.mark.slow)
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def found_once():
+    """What takes 20 s of all tests: stacks that PyTorch stores with each seed for devices that are not there, packages
+    that accelerate looks for at each step, and versions and page templates that each run reads."""
+    import torch
+    from accelerate.utils import imports
+    from jinja2 import Environment
+
+    from ebft import machine
+
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = device.manual_seed_all if device.is_available() else lambda seed: None
+    imports._is_package_available = functools.cache(imports._is_package_available)
+    machine.version = functools.cache(machine.version)
+    codes, compiled = {}, Environment.compile
+    kind = lambda env: (type(env), env.finalize is None, env.autoescape, env.trim_blocks, *env.extensions)
+    code = lambda key, *given: codes[key] if key in codes else codes.setdefault(key, compiled(*given))
+    Environment.compile = lambda env, *source: code((source, kind(env)), env, *source)
 
 
 @pytest.fixture(autouse=True)

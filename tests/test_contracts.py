@@ -2,6 +2,7 @@
 # A private name that is not listed fails too: everything that touches one is in these files.
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -145,6 +146,7 @@ OTHERS = [  # (owner, private name, meaning), used in transformers_internals.py
 IMPORT = re.compile(r"^\s*from ((?:transformers|trl)\.[\w.]+) import (\([^)]*\)|[^\n]+)", re.MULTILINE)
 
 
+@functools.cache
 def private_names(owner: type) -> set[str]:
     """Private names that the source of a class uses on `self` or `super()`, or defines."""
     found = set()

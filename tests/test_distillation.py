@@ -120,11 +120,10 @@ def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
 def test_held_out_loss_is_the_mean_over_completions_whatever_the_batches(tmp_path):
     """Three prompts in batches of one and two, and of three at once; of greedy completions, which are the same."""
     write_inputs(tmp_path)
-    losses = []
+    trainer, losses = trained(tmp_path, val_set_size=3, eval_batch_size=2, max_steps=1, eval_steps=1).trainer, []
+    trainer.generation_config.do_sample = False
     for size in (2, 4, 6):
-        trainer = trained(tmp_path, val_set_size=3, eval_batch_size=size, max_steps=1, eval_steps=1,
-                          output_dir=str(tmp_path / f"out{size}")).trainer  # fmt: skip
-        trainer.generation_config.do_sample = False
+        trainer.args.per_device_eval_batch_size = size
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
 

@@ -9,7 +9,7 @@ from tests.devices.__main__ import CASES
 from tests.devices.pretend import is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="a real accelerator, or a PyTorch without Python backends")
-FAST = ["strided_lora", "strided_full"]
+FAST = ["strided_lora"]
 
 
 def output(*arguments):

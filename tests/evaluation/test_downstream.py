@@ -10,7 +10,8 @@ from ebft.tools.evaluation.task import HeldOut, downstream_scores, load_metrics
 HERE = "tests.evaluation.metrics"
 
 
-@pytest.mark.parametrize("kind", ["strided", "structured", "plain"])
+@pytest.mark.first(2)
+@pytest.mark.parametrize("kind", ["strided", "plain", "structured"])
 def test_metrics_on_whole_completions(kind, write_config, models):
     """The function's asserts hold: the prompt as text, one completion, and the raw row with its own columns."""
     names = ("length", "even_rows", "reward", "curve_of")

@@ -92,8 +92,8 @@ def test_advantages_follow_the_rewards_of_the_server_of_each_row(gym, make_plain
     assert result.metrics["nemo_gym/failed"] == 0 and result.metrics["eval_reward"] > 0
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize("ahead", [pytest.param(True, marks=pytest.mark.slow), False], ids=["prefetched", "in step"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False], ids=["prefetched", "in step"])
 def test_every_batch_is_sampled_from_its_version_of_the_policy(agent, make, vllm, ahead, tmp_path):
     steps = {"max_steps": 4} if ahead else {"val_set_size": 1, "eval_steps": 3}
     trainer = train(make({"async_prefetch": ahead, "scale_rewards": False}, **steps)).trainer

@@ -58,7 +58,6 @@ def disk_full_as_tokenizers_says_it():
     raise Exception("No space left on device (os error 28)")
 
 
-@pytest.mark.first(2)
 @pytest.mark.parametrize(  # call of the tokenizer's save -> what is said; the first one is before training
     ("number", "said"), [(1, "so training is not started"), (5, "out could not be saved")]
 )
@@ -114,9 +113,7 @@ AROUND_THE_FINAL_SAVE = {
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("method", "moment"), [
     ("strided_full", "the best model is loaded"), ("sft", "weights are written"),
-    pytest.param("strided_full", "the disk is full", marks=pytest.mark.slow),
-    pytest.param("grpo", "weights are written", marks=pytest.mark.slow),
-])  # fmt: skip
+    ("strided_full", "the disk is full"), ("grpo", "weights are written")])  # fmt: skip
 def test_the_newest_and_the_best_checkpoint_survive_the_end_of_training(method, moment, inputs, out):
     """Also with save_total_limit: 1, for which transformers would leave only the best one, before the final save."""
     config = config_of(method, inputs, out, max_steps=4, **BEST)

@@ -198,6 +198,7 @@ def test_rows_in_their_order(make, keys):
         def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
             for batch in train_dataloader:
                 seen.extend(batch["input_ids"][batch["attention_mask"].bool()].tolist())
+            control.should_training_stop = True  # after a step
 
     with patch("ebft.run.trainer.callbacks_of", lambda config: [Spy()]):
         train(config)

@@ -232,38 +232,28 @@ PASSES = {
     "passes and non-reentrant checkpointing": {"rollout_tokens_per_pass": 24, **checkpointing(False)},
 }  # fmt: skip
 OPTIONS = REWARDS | PASSES
-FULL = ["stride one", "no cross-entropy", "nucleus", "second forward", "passes and reentrant checkpointing"]
+CASES = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)]
 
 
-def slow_unless(is_fast, cases):
-    """Mark the other cases as slow."""
-    return [case if is_fast(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-# Every option is fast with an adapter or without; those of passes are tested with both.
-BOTH = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)]
-
-
-@pytest.mark.first(10)
+@pytest.mark.first(8)
 @pytest.mark.usefixtures("without_parity_check")
-@pytest.mark.parametrize(("name", "adapter"), slow_unless(lambda name, adapter: adapter == (name not in FULL), BOTH))
+@pytest.mark.parametrize(("name", "adapter"), CASES)
 def test_option(name, adapter, tmp_path):
     model = tiny_model("llama", seed=5)
     exact(tmp_path, lora(model) if adapter else model, unequal_batch(2), **OPTIONS[name])
 
 
-TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in a pass", "five blocks in a pass",
-            "passes and reentrant checkpointing", "stride one", "long context"]  # fmt: skip
-FAST_TURNS = ("concat", "five blocks in a pass", "stride one")
-
-
+@pytest.mark.first(2)
 @pytest.mark.usefixtures("without_parity_check")
-@pytest.mark.parametrize(("name",), slow_unless(FAST_TURNS.__contains__, [(name,) for name in TURNS_OF]))
+@pytest.mark.parametrize("name", [
+    "concat", "five blocks in a pass", "whitening", "group norm", "second forward", "one block in a pass",
+    "passes and reentrant checkpointing", "stride one", "long context"])  # fmt: skip
 def test_turns(name, tmp_path):
     exact(tmp_path, lora(tiny_model("llama", seed=5)), chat_batch(2), **{**TURNS, **OPTIONS[name]})
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
+@pytest.mark.first(2)
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_oss"])
 def test_turns_with_full_fine_tuning(family, tmp_path):
     out = exact(tmp_path, tiny_model(family, seed=5), chat_batch(3), **TURNS)
     anchors = [row[mask].tolist() for row, mask in zip(out.anchors, out.block_mask)]
@@ -273,12 +263,10 @@ def test_turns_with_full_fine_tuning(family, tmp_path):
 
 FEW = ["second forward", "five blocks in a pass", "passes and reentrant checkpointing"]
 SAME = itertools.product(FEW, ["llama", "gemma2", "gpt_oss", "gpt2", "bloom"])
-ALL = [(*case, number % 2 == 0) for number, case in enumerate(SAME)]
-EACH = [ALL[number] for number in (0, 4, 7, 11, 13)]  # every family and every option once
 
 
-@pytest.mark.first(3)
-@pytest.mark.parametrize(("name", "family", "adapter"), slow_unless(lambda *case: case in EACH, ALL))
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("name", "family", "adapter"), [(*case, number % 2 == 0) for number, case in enumerate(SAME)])
 def test_rollouts_that_begin_with_the_same_tokens(name, family, adapter, tmp_path):
     """At a low temperature many do. The oracle computes every rollout by itself."""
     model = tiny_model(family, seed=5)
@@ -334,14 +322,11 @@ def test_bfloat16_stays_near_float32(tmp_path):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-ON_ACCELERATORS = {"single_pass": False, "merge_rollouts": False}
-FAMILIES_THERE = [("llama", True), ("llama", False), ("qwen3", True), ("mistral", False), ("gemma2", True),
-                  ("gpt_oss", False), ("bloom", False), ("llama4_text", True)]  # fmt: skip
-
-
-@pytest.mark.first(4)
+@pytest.mark.first(3)
 @pytest.mark.usefixtures("without_parity_check")
-@pytest.mark.parametrize(("family", "adapter"), slow_unless(lambda name, adapter: name != "qwen3", FAMILIES_THERE))
+@pytest.mark.parametrize(("family", "adapter"), [
+    ("llama", True), ("llama", False), ("mistral", False), ("qwen3", True), ("gemma2", True), ("gpt_oss", False),
+    ("bloom", False), ("llama4_text", True)])  # fmt: skip
 @pytest.mark.parametrize("rows, at_once", [(4096, 0), (40, 0), (40, 2**26)], ids=["one tile", "tiles", "at once"])
 def test_branches_of_accelerators(family, adapter, rows, at_once, tmp_path, monkeypatch):
     """What saves kernels, on CPU: fused layers, folded adapters, and all documents at once or in tiles of their own."""
@@ -352,4 +337,4 @@ def test_branches_of_accelerators(family, adapter, rows, at_once, tmp_path, monk
     [monkeypatch.setitem(limits, "cpu", at_once) for limits in (tiles.MOST_SCORES, passes.MOST_PADDING)]
     model = tiny_model(family, seed=5)
     model = lora(model, target_modules=lora_targets(family)) if adapter else model
-    exact(tmp_path, model, unequal_batch(2), **ON_ACCELERATORS)
+    exact(tmp_path, model, unequal_batch(2), single_pass=False, merge_rollouts=False)

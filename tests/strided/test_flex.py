@@ -58,7 +58,7 @@ def test_step(family, checkpoints, tmp_path, on_any_device):
     assert model.config._attn_implementation == "flex_attention"
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("family", "changes"), [
     ("llama", {"rollout_tokens_per_pass": 36}),
     *((family, {"single_pass": False, **changes}) for family in ("gemma2", "llama")

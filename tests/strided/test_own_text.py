@@ -92,17 +92,17 @@ def deviations(tmp_path, rows_of, batches, rows, **options):
     return [torch.stack(each).mean(0) / (torch.stack(each).std(0) / batches**0.5) for each in (biases, directions)]
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("rows_of", "options"), [
-    pytest.param(chats, {"embed_method": "last_token"}, marks=pytest.mark.slow), (texts, {}),
-    (answers, {"n_samples_per_prompt": 2}), (answers, {"advantage_estimator": "reinforce"}),
-])  # fmt: skip
+    (chats, {"embed_method": "last_token"}), (texts, {}), (answers, {"n_samples_per_prompt": 2}),
+    (answers, {"advantage_estimator": "reinforce"})])  # fmt: skip
 def test_the_expected_gradient_is_zero(rows_of, options, tmp_path):
     bias, directions = deviations(tmp_path, rows_of, 12, 96, **options)
     assert bias.abs().max() < 4 and directions.square().mean() < 4, (bias, directions)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_parity_check")
 def test_blocks_of_the_texts_that_go_on_teach_not_to_end(tmp_path):
     """Which shows that the test above would find it."""

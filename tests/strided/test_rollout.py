@@ -20,7 +20,7 @@ from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.devices.recording import PretendRecording, pretend_recordings
 from tests.strided.families import tiny_model
 from tests.strided.oracle import distribution, plain_logits
-from tests.strided.test_exactness import ENDS, ON_ACCELERATORS, lora_targets, make_trainer, unequal_batch
+from tests.strided.test_exactness import ENDS, lora_targets, make_trainer, unequal_batch
 from tests.structured.conftest import lora
 
 
@@ -122,9 +122,8 @@ def test_a_recorded_step_is_the_step(family, recorded, adapter, tmp_path, monkey
     for graphs in (False, True):
         model = tiny_model(family, seed=5)
         model = lora(model, target_modules=lora_targets(family)) if adapter else model
-        trainer = make_trainer(
-            model, tmp_path, cuda_graphs=graphs, generate_max_len=5, rollout_tokens_per_pass=75, **ON_ACCELERATORS
-        )
+        options = {"generate_max_len": 5, "rollout_tokens_per_pass": 75, "single_pass": False, "merge_rollouts": False}
+        trainer = make_trainer(model, tmp_path, cuda_graphs=graphs, **options)
         with trainer.budget.meter.watching([model]), trainer.budget.meter.counting():
             loss, out = trainer.compute_loss(trainer.model, unequal_batch(2)[0], return_outputs=True)
             loss.backward()

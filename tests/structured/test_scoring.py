@@ -104,14 +104,13 @@ OPTIONS = {
     "split groups": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6, "ce_coef": 0.1,
                      "gradient_checkpointing": True},
     "reference model": {"beta": 0.3, "mask_truncated_completions": True, "max_completion_length": 24},
-    "old policy": {"num_iterations": 2, "loss_type": "dapo"},
-    "sequence ratios": {"num_iterations": 2, "importance_sampling_level": "sequence"},
+    "ratios of sequences": {"num_iterations": 2, "loss_type": "dapo", "importance_sampling_level": "sequence"},
     "entropies": {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
 }  # fmt: skip
 CASES = [*((name, True) for name in OPTIONS), ("several micro-batches", False), ("reference model", False)]
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(5)
 @pytest.mark.parametrize(("option", "adapter"), CASES)
 def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, build, tmp_path, option, adapter):
     found, changes = {}, OPTIONS[option]

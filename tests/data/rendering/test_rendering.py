@@ -1,6 +1,5 @@
 """Every method trains on the tokens of one rendering of the whole conversation, and labels the assistant's part."""
 
-import re
 import warnings
 from fnmatch import fnmatch
 
@@ -134,13 +133,8 @@ def wanted_spans(name, chat, found, rendering):
     ]
 
 
-# Of the templates whose names begin with the same letters, as versions of a model do, the last is fast.
-FAST = {re.match(r"\w+/[a-z]+", name)[0]: name for name in CASES}.values()
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST]
-
-
-@pytest.mark.first(5)
-@pytest.mark.parametrize("name", [*FAST, *SLOW])
+@pytest.mark.first(3)
+@pytest.mark.parametrize("name", dict.fromkeys(("trl/gptoss", "trl/llama3_1", "trl/qwen3", *CASES)))
 def test_rows(name):
     kinds = [(method, kind) for method in SETTINGS for kind in (OF_PAIRS if method == "opencode" else KINDS)]
     found = [f"{method}, {kind}: {line}" for method, kind in kinds for line in faults(method, name, kind)]
