@@ -41,11 +41,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def found_once():
-    """What takes 20 s of all tests: stacks that PyTorch stores with each seed for devices that are not there, packages
-    that accelerate looks for at each step, and versions and page templates that each run reads."""
+    """What takes 15 s of all tests: stacks that PyTorch stores with each seed for devices that are not there, packages
+    that accelerate looks for at each step, and versions that each run reads."""
     import torch
     from accelerate.utils import imports
-    from jinja2 import Environment
 
     from ebft import machine
 
@@ -53,10 +52,6 @@ def found_once():
         device.manual_seed_all = device.manual_seed_all if device.is_available() else lambda seed: None
     imports._is_package_available = functools.cache(imports._is_package_available)
     machine.version = functools.cache(machine.version)
-    codes, compiled = {}, Environment.compile
-    kind = lambda env: (type(env), env.finalize is None, env.autoescape, env.trim_blocks, *env.extensions)
-    code = lambda key, *given: codes[key] if key in codes else codes.setdefault(key, compiled(*given))
-    Environment.compile = lambda env, *source: code((source, kind(env)), env, *source)
 
 
 @pytest.fixture(autouse=True)

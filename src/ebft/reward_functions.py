@@ -67,9 +67,10 @@ def call_function(function: Callable, given: dict[str, Any]) -> list[float | Non
 
 
 def _failure(function: Callable, given: dict[str, Any]) -> Callable[[str], str]:
-    missing = f" It is called with {', '.join(given)}; type: passthrough adds all columns of the rows."
     words = f"The reward function {name_of(function)} failed: "
-    return lambda happened: f"{words}{happened}.{missing if happened.startswith('TypeError') else ''}"
+    more = f" It is called with {', '.join(given)}; type: passthrough adds all columns (completions of text are text)."
+    is_call = lambda happened: "argument" in happened and ", line " not in happened  # not within the function
+    return lambda happened: f"{words}{happened}.{more if is_call(happened) else ''}"
 
 
 def _own(value: Any) -> Any:

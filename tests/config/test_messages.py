@@ -166,7 +166,7 @@ OF_TURNS = ", which determines the turns"
     ({"lora_r": 8, "lora_alpha": 16},
      "lora_r, lora_alpha: no effect because adapter is not set (all weights are trained)."),
     ({**LORA, "lora_target_modules": ["q_proj", "embed_tokens"]},
-     "lora_target_modules: q_proj, embed_tokens: adapted in addition to all linear layers, which ..."),
+     "lora_target_modules: q_proj, embed_tokens: adapted, like all linear layers, which ..."),
     ({**strided(gt_length_multiplier=2.0), "trl": {"epsilon": 0.1}, "vllm": {"port": 8001}},
      "ebft.gt_length_multiplier, trl, vllm: no effect on training in strided mode, only in structured mode."),
     ({**PROMPTS, "ebft": {"stride": 4, "rl_coef": 0.5}},

@@ -57,7 +57,7 @@ def case(log, *present, absent="(nothing)", **options):
     case(KNOWN + STEADY, "learned: eval_cfm_loss improved", "cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, significant above "),
     case(CFM[:3] + [{"step": 33, "train_loss": 1.0}], f"confidence intervals:\n  {COMMAND}", evaluate=COMMAND),
     # an error that two evaluations, or two values, do not show
-    case(TWO, TOO_FEW, "(a smaller eval_steps), or train", "ebft evaluate"),
+    case(TWO, TOO_FEW, "(a smaller eval_steps, or larger evals_per_epoch), or train", "ebft evaluate"),
     case(evaluated(eval_reward=[0, 1, 1, 1]), TOO_FEW, absent="±"),
     # a change that would count with more evaluations
     case(FOUR, TOO_FEW, "3.3 (-1.7 ± 0.24, significant above 2.3)", "a smaller eval_steps", absent="unknown"),

@@ -60,6 +60,8 @@ class PreferenceRow(RowWithPrompt):
         prompt_ids, completion_ids = ([], [[] for _ in names]) if reason else self._ids(row, prompt, completions)
         if not reason and len(prompt_ids) + max(map(len, completion_ids)) > self.sequence_len:
             reason = row_counts.COMPLETION_TOO_LONG
+        if not reason and len(names) == 2 and completion_ids[0] == completion_ids[1]:
+            row_counts.note_lost(row_counts.EQUAL)
         columns = {f"{name}_ids": ids for name, ids in zip(names, completion_ids, strict=True)}
         return {"prompt_ids": prompt_ids, **columns, **labels, "reason": reason}
 

@@ -146,7 +146,8 @@ UNTHINKING = (
     "ebft_strided_chat.transform_all_turns keeps it"
 )
 UNKNOWN = "with text that the tokenizer does not know, and replaces with its unknown token"
-LOST = (UNKNOWN, LEFT_OUT, UNTHINKING)
+EQUAL = "whose completions are equal, so that neither is preferred"
+LOST = (UNKNOWN, LEFT_OUT, UNTHINKING, EQUAL)
 NOTES = (SPLIT, TRUNCATED, *LOST)
 
 

@@ -189,7 +189,7 @@ def _advice(log_history: list[dict[str, Any]], has_held_out: bool | None, eval_s
             "eval_steps, or epoch."
         )
     of_base = any(_is_evaluation(entry) and entry.get("step") == 0 for entry in log_history)
-    ways = "a smaller eval_steps" + ("" if of_base else ", or eval_on_start: true")
+    ways = "a smaller eval_steps, or larger evals_per_epoch" + ("" if of_base else ", or eval_on_start: true")
     return f"Evaluate more often ({ways}), or train longer."
 
 

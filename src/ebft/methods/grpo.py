@@ -298,7 +298,7 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
     """Problems with the rewards `names`; the method includes `always`."""
     if not names and not config.trl.environment_factory:
         yield (
-            "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, folders or Hub ids of reward "
+            "rl: grpo needs trl.reward_funcs=[rewards.accuracy], or another import path, folders or Hub ids of reward "
             "models, or feature_matching."
         )
     if len(set(names)) < len(names):

@@ -108,11 +108,16 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
 UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any targeted module.*gate_up_proj"
 
 
-def read_adapter_config(folder: Path) -> PeftConfig:
-    """The settings of the adapter in `folder`."""
+def read_adapter_config(folder: Path, base: str = "") -> PeftConfig:
+    """The settings of the adapter in `folder`, with a warning if it was trained on a model of another name than `base`,
+    which may be stored elsewhere."""
     refuse_pointers(folder)
     with doing(f"reading {folder / ADAPTER_CONFIG}"):
-        return PeftConfig.from_pretrained(str(folder))
+        found = PeftConfig.from_pretrained(str(folder))
+    trained_on = found.base_model_name_or_path
+    if base and trained_on and Path(base).name.lower() != Path(trained_on).name.lower():
+        warn(f"The adapter in {folder} was trained on {trained_on}; with {base}, it is another model.")
+    return found
 
 
 def check_tensors(path: Path) -> dict[str, Tensor]:
@@ -132,7 +137,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
     name = lasting_name(name)
     folder, stored = Path(name), {}
     if folder.is_dir():
-        task, wanted = read_adapter_config(folder).task_type, task_type(model)
+        task, wanted = read_adapter_config(folder, model.name_or_path).task_type, task_type(model)
         if task != wanted and not {task, wanted}.isdisjoint(("SEQ_CLS", "TOKEN_CLS")):  # with another output layer
             raise ModelError(f"{folder} is an adapter of {task}, but the model has another output layer: {wanted}")
         path = adapter_file(folder)

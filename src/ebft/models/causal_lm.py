@@ -98,10 +98,12 @@ def first_layers(causal_lm: PreTrainedModel, count: int) -> Iterator[nn.ModuleLi
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The modules of `model.modules()`, whose nested generators take four times as long."""
-    found = [model]
+    found, seen = [model], {model}
     for module in found:
-        found += [child for child in module._modules.values() if child is not None]
-    return list(dict.fromkeys(found))
+        new = dict.fromkeys(child for child in module._modules.values() if child is not None and child not in seen)
+        seen.update(new)
+        found += new
+    return found
 
 
 @contextmanager

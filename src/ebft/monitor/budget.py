@@ -158,19 +158,20 @@ class FlopMeter:
         def count(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if not self._counting:
                 return
-            inputs = (*args, *kwargs.values())
+            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
             if has_experts:  # each row is multiplied by the weights of each expert that is chosen for it
-                chosen = [value for value in inputs if isinstance(value, Tensor) and not value.is_floating_point()]
+                chosen = [value for value in inputs[1:] if not value.is_floating_point()]
                 rows *= chosen[0].shape[-1] if chosen else 1
             flops = of_row * rows
-            found = output if isinstance(output, Tensor) else output[0]
-            self.flops += 0 if is_reused(found) else flops
-            if found.requires_grad:
+            self.flops += 0 if isinstance(output, Tensor) and is_reused(output) else flops
+            found = output if isinstance(output, tuple) else (output,)
+            with_gradient = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
+            if with_gradient:
                 weights = module._parameters.values()
                 trained = any(each is not None and each.requires_grad and each.dim() > 1 for each in weights)
                 products = inputs[0].requires_grad + trained
-                found.register_hook(lambda _: self._add(flops * products))  # keeps no input alive
+                with_gradient[0].register_hook(lambda _: self._add(flops * products))  # keeps no input alive
 
         count.only_observes = True  # see ebft/prefix/forward.py
         return count

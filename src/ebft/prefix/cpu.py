@@ -177,8 +177,8 @@ class KnownProduct(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.dtypes
-        rows, needs = grad.flatten(0, -2), ctx.needs_input_grad
-        grad_x = cpu_product(rows, weight.to(rows.dtype)).to(x_dtype).view(*grad.shape[:-1], -1) if needs[0] else None
+        rows, needs, shape = grad.flatten(0, -2), ctx.needs_input_grad, (*grad.shape[:-1], weight.shape[1])
+        grad_x = cpu_product(rows, weight.to(rows.dtype)).to(x_dtype).view(shape) if needs[0] else None
         grad_weight = cpu_product(rows.mT, x.flatten(0, -2).to(rows.dtype)).to(weight.dtype) if needs[1] else None
         return grad_x, grad_weight, rows.sum(0, dtype=bias_dtype) if needs[2] else None, None
 

@@ -1,7 +1,5 @@
 """Conversion of a GGUF file, local or in a pinned wheel, to a folder of safetensors that loads like any model."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -124,12 +124,14 @@ class OverTrainer(Trainer):
         return found
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count nothing: transformers' estimate knows no rollouts, and it walks through all parameters."""
-        return 0
+        """transformers' estimate, only for compiled models: it knows no rollouts, and walks through all parameters."""
+        return super().floating_point_ops(inputs) if self.args.torch_compile else 0
 
     def store_flos(self) -> None:
-        """`total_flos` is `budget/flops`."""
-        self.state.total_flos = float(self.budget.totals["flops"])
+        """`total_flos` is `budget/flops`, which does not count compiled models."""
+        super().store_flos()
+        if not self.args.torch_compile:
+            self.state.total_flos = float(self.budget.totals["flops"])
 
     def use_result(self) -> None:
         """Give the model the weights that are the result: schedule-free optimizers train at others."""

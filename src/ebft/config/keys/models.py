@@ -169,7 +169,7 @@ class PrecisionKeys(Section):
     weights. Weights, frozen copies and what is saved keep their dtype. Needs a GPU of compute capability 8.9 (Ada,
     Hopper); on CPU, it is for tests."""
     tf32: bool | Literal["auto"] | None = None
-    """Use TF32 matrix products on Ampere and newer GPUs; auto enables it there. If unset, PyTorch's default."""
+    """TF32 matrix products, which auto enables on Ampere and newer GPUs. If unset, PyTorch's default."""
 
 
 class AttentionKeys(Section):
@@ -307,7 +307,7 @@ class FSDPKeys(Section):
             name = _FSDP_NAMES.get(name, name)
             if name == "reshard_after_forward" and isinstance(value, str):
                 value = _FSDP_RESHARDS.get(value.upper(), value)
-            if name == "version" and value != 2:
+            if name == "version" and value not in (None, 2):
                 warn(f"fsdp_config.{key}: {value} has no effect: fsdp uses FSDP2 only.")
             if name not in _OF_FSDP1:
                 found[name] = value

@@ -128,7 +128,7 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "reinit_weights: true would train an adapter of random weights that are not saved. Remove one."
     if c.quantize_moe_experts and not (c.load_in_4bit or c.load_in_8bit):
         yield "quantize_moe_experts: true requires load_in_4bit or load_in_8bit. Add one, or remove it."
-    if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):
+    if c.dp_shard_size not in (None, 1) and not c.fsdp:
         yield f"dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it."
     if c.chat_template == "jinja" and c.chat_template_jinja is None:
         yield "chat_template: jinja needs the text of the template in chat_template_jinja. Set it."
@@ -254,8 +254,6 @@ def resolve(config: MethodConfig) -> None:
         for message in change(config):
             warn(message)
     config.method.resolve(config)
-    if config.fsdp in (None, []) and config.fsdp_config and config.fsdp_config.model_fields_set:
-        config.fsdp = True
     if config.max_memory and config.device_map is None:
         config.device_map = "auto"
     if config.wandb_run_id and not config.wandb_name:
@@ -337,8 +335,8 @@ def _of_adapter(config: MethodConfig) -> Iterator[str]:
         yield f"{', '.join(given)}: no effect because adapter is not set (all weights are trained)."
     elif config.lora_target_linear and config.lora_target_modules is not None and config.lora_model_dir is None:
         yield (
-            f"lora_target_modules: {', '.join(config.lora_target_modules)}: adapted in addition to all linear layers, "
-            "which lora_target_linear: true selects."
+            f"lora_target_modules: {', '.join(config.lora_target_modules)}: adapted, like all linear layers, which "
+            "lora_target_linear: true selects."
         )
 
 

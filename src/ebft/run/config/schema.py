@@ -202,7 +202,7 @@ class _Values(SafeConstructor):
         if key not in mapping or not (is_same or former is None or value in (None, "")):
             return super().check_mapping_key(node, key_node, mapping, key, value)
         lines = [each.start_mark.line + 1 for each, _ in node.value if each.value == key_node.value]
-        warn(f"{key} is set in line {lines[0]}, and to the same or no value in line {key_node.start_mark.line + 1}.")
+        warn(f"{key} is set twice, to one value (lines {lines[0]} and {key_node.start_mark.line + 1}).")
         return former is None
 
 

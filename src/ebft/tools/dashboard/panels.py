@@ -1,7 +1,5 @@
 """What the terminal dashboard shows: line plots, drawn with braille characters (two by four dots each), and texts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import groupby, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of a run: one HTML page without scripts and external resources, made from the run's files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """The samples in the log of rollouts, in one form for all methods."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """The longest rows of the training data, which need the most memory, and the tokens of a step on them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -55,11 +55,11 @@ class Adapter:
     ties: dict[str, str] = field(default_factory=dict)
 
 
-def read_lora_config(folder: Path) -> LoraConfig:
-    """The configuration of the LoRA adapter in `folder`. Raises ModelError if it cannot be merged."""
+def read_lora_config(folder: Path, base: str = "") -> LoraConfig:
+    """The configuration of the LoRA adapter in `folder`, for `base`. Raises ModelError if it cannot be merged."""
     if not (folder / CONFIG).is_file() and (hint := checkpoint_hint(folder, "ebft merge-lora {}")):
         raise ModelError(f"{folder} does not contain an adapter. {hint}")
-    config = saved.read_adapter_config(folder)
+    config = saved.read_adapter_config(folder, base)
     refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
     if config.peft_type != PeftType.LORA:  # AdaLoRA has a LoraConfig too
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")

@@ -80,7 +80,7 @@ def merge_adapter(
     interrupted, a second call continues it. `on_shard` is called with the number of finished shards and of all shards.
     Raises ModelError if the adapter or the base model cannot be merged.
     """
-    config, path = adapters.read_lora_config(source.adapter), adapter_file(source.adapter)
+    config, path = adapters.read_lora_config(source.adapter, source.base), adapter_file(source.adapter)
     with WeightFiles([path]) as file:
         weights = {name: file.read(name) for name in check_tensors(path)}
     base = checkpoints.base_folder(source.base, source.revision)

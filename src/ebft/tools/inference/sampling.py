@@ -79,7 +79,9 @@ class Sampler:
                 if len(ids) >= self.positions:
                     raise DataError(f"The prompt has {len(ids)} tokens, but the model has {self.positions} positions.")
                 config.max_new_tokens = min(config.max_new_tokens, self.positions - len(ids))
-            config.suppress_tokens = list(unknown_ids(model, self.loaded.tokenizer)) or config.suppress_tokens
+            unknown = unknown_ids(model, self.loaded.tokenizer)
+            config.suppress_tokens = [*(config.suppress_tokens or []), *unknown] or None
+            config.num_beams = 1  # replies are shown while they are written
             config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
             if samples > 1:
                 config.num_return_sequences, config.do_sample = samples, True

@@ -1,7 +1,5 @@
 """The settings of a new config: from the example of its method, the lengths of its rows, and the free memory."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The draft of a new config: a batch that fits the memory, and the commented YAML file of its keys."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -4,8 +4,6 @@ The names of columns are those that the transforms read (`ebft.data.transforms`)
 or a key of the entry can name.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple

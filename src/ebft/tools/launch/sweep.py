@@ -3,8 +3,6 @@
 A mapping of keys to lists is a grid: every combination of one value per key. A list of mappings names the combinations.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
