@@ -289,7 +289,7 @@ IGNORED_KEYS = {
 TYPED = {"fsdp_version": int | None, "model_type": str | None}
 # Of keys that have an effect beside others.
 _ABOUT = {
-    "fsdp_version": "FSDP2 is used with any version.",
+    "fsdp_version": "FSDP2 is always used.",
     "model_type": "No effect: the class is determined by the model's config and the method, which it must match.",
 }
 

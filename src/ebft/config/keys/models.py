@@ -275,7 +275,7 @@ _FSDP_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 class FSDPKeys(Section):
     """The section `fsdp_config:`; its keys may have the prefix `fsdp_`."""
 
-    version: int | None = Field(None, description="FSDP2 is used with any version.")
+    version: int | None = Field(None, description="FSDP2 is always used.")
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = "FULL_STATE_DICT"
     """FULL_STATE_DICT gathers the weights and the optimizer state of a checkpoint on one process, and saves them as a
     run without FSDP does. With SHARDED_STATE_DICT, every process saves its own part."""
