@@ -41,8 +41,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def found_once():
-    """What takes 15 s of all tests: stacks that PyTorch stores with each seed for devices that are not there, packages
-    that accelerate looks for at each step, and versions that each run reads."""
+    """Looks up once what takes 15 s of all tests: seeds of absent devices, packages, and versions."""
     import torch
     from accelerate.utils import imports
 

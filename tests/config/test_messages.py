@@ -10,6 +10,7 @@ from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.config.schema import RunConfig
 from tests.config.conftest import ENTRY, MINIMAL, STRIDED, dataset, strided, warned
 
+FSDP = {"offload_params": True}
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 EXPERTS = {**LORA, "lora_target_parameters": ["mlp.experts.down_proj"]}
 PROMPTS = {"datasets": [{"path": "some/rows", "type": "ebft_opencode.transform"}], "rl": "ebft", "micro_batch_size": 8}
@@ -56,7 +57,7 @@ def structured(**trl):
      "overrides_of_model_config is not supported with strided mode, which has no term for the router"),
     # Processes
     ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported: "),
-    ({"dp_shard_size": 2}, "dp_shard_size: 2 needs fsdp"), ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and"),
+    ({"dp_shard_size": 2}, "dp_shard_size: 2 needs fsdp"), ({"deepspeed": "a", "fsdp_config": FSDP}, "deepspeed and"),
     # Checkpoints, evaluation, logs
     ({"val_set_size": 0.1, "test_datasets": [{"path": "a", "type": "b"}]}, "test_datasets and val_set_size are both"),
     ({**STRIDED, "val_set_size": 2, "metric_for_best_model": "loss"}, "Choose from cfm_loss, "),

@@ -217,7 +217,7 @@ def run(case: Case, folder: Path, on_device: bool, **keys: Any) -> Result:
         further = [case.then(config)] if case.then else []
         weights = {key: w.detach().cpu().clone() for key, w in trainer.model.named_parameters() if w.requires_grad}
     # Samples that have ended are computed until the device is asked which have.
-    left_out = {"budget/flops"} if hasattr(trainer, "generation") else set()
+    left_out = {"budget/flops", "total_flos"} if hasattr(trainer, "generation") else set()
     logged = [
         {key: value for key, value in entry.items() if not is_of_the_machine(key) and key not in left_out}
         for entry in [*trainer.state.log_history, *further]
@@ -234,7 +234,7 @@ def differences(found: Result, wanted: Result, tolerance: float) -> list[str]:
         for number, (got, expected) in enumerate(zip(found.logged, wanted.logged))
         for key, value in expected.items()
         if not (tolerance == inf and isfinite(got[key]))
-        if not (key == "budget/flops" and got[key] < value)  # adapters are folded into the weights
+        if not (key in ("budget/flops", "total_flos") and got[key] < value)  # adapters are folded into the weights
         if not abs(got[key] - value) <= tolerance * max(1.0, abs(value))
     ]
     of_weights = [

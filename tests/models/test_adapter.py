@@ -14,6 +14,7 @@ from tests.strided.families import tiny_model
 
 PAD = {"pad_token": "<|end|>"}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": PAD}
+OTHER = {"peft_type": "LORA", "base_model_name_or_path": "/models/Other"}
 
 
 def adapted(config):
@@ -104,10 +105,9 @@ def test_a_saved_adapter_finds_its_local_base_model_from_anywhere(make_config, t
     ("SEQ_CLS", AutoModelForCausalLM, False),
 ])  # fmt: skip
 def test_the_task_of_a_saved_adapter(task, model, fits, tiny_llama_dir, tmp_path):
-    """Those of another task would be attached, with an output layer that is not the trained one."""
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": task}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**OTHER, "task_type": task}))
     message = "has no adapter_model.safetensors" if fits else "has another output layer"
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message), pytest.warns(UserWarning, match="trained on /models/Other; with"):
         load_saved_adapter(model.from_pretrained(tiny_llama_dir), str(tmp_path))
 
 

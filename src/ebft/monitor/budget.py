@@ -168,8 +168,8 @@ class FlopMeter:
             found = output if isinstance(output, tuple) else (output,)
             with_gradient = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
             if with_gradient:
-                weights = module._parameters.values()
-                trained = any(each is not None and each.requires_grad and each.dim() > 1 for each in weights)
+                weights = module.parameters(recurse=False)
+                trained = any(weight.requires_grad and weight.dim() > 1 for weight in weights)
                 products = inputs[0].requires_grad + trained
                 with_gradient[0].register_hook(lambda _: self._add(flops * products))  # keeps no input alive
 

@@ -3,6 +3,7 @@
 import pytest
 
 from ebft.data.preferences import load_preference_rows
+from ebft.data.row_counts import EQUAL
 from ebft.errors import DataError
 from tests.config.conftest import warned
 from tests.data.conftest import assistant, user
@@ -67,12 +68,11 @@ def test_the_ids_of_a_pair(load, row, type, template, expected):
 
 
 def test_unusable_rows_are_dropped_and_counted(load):
-    rows = [PAIR, {**PAIR, "prompt": " "}, {**PAIR, "chosen": None}, {**PAIR, "rejected": "x" * 40}, PAIR]
-    found = load(rows, sequence_len=40)
-    assert len(found.train) == 2
+    others = {"prompt": " "}, {"chosen": None}, {"rejected": "x" * 40}, {"rejected": PAIR["chosen"]}
+    found = load([PAIR, *({**PAIR, **other} for other in others)], sequence_len=40)
     assert str(found.reports[0]) == (
-        "datasets: 5 documents produced 2 rows; dropped 1 without a prompt, 1 without a completion (or with only one "
-        "of chosen and rejected), 1 whose prompt and completions do not fit within sequence_len"
+        f"datasets: 5 documents produced 2 rows (1 {EQUAL}); dropped 1 without a prompt, 1 without a completion (or "
+        "with only one of chosen and rejected), 1 whose prompt and completions do not fit within sequence_len"
     )
 
 
