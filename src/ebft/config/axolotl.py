@@ -323,8 +323,8 @@ class CarriedOverKeys(_IgnoredKeys):
             found["trl"] = trl | {"beta": beta}
         elif found.get("rl") in _PREFERENCES and "beta" in trl:
             found |= {"rl_beta": beta, "trl": {key: trl[key] for key in trl if key != "beta"} or None}
-        if not found.get("fsdp") and found.get("fsdp") is not False:
-            found["fsdp"] = True if found.get("fsdp_config") else None
+        if found.get("fsdp") in (None, "", []):
+            found |= {"fsdp": True} if found.get("fsdp_config") else dict.fromkeys(found.keys() & {"fsdp"})
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
