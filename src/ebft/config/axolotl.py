@@ -234,7 +234,7 @@ _IGNORED = {
     "remove_unused_columns": "each method selects the columns that it reads",
     "shuffle_before_merging_datasets": "see shuffle_merged_datasets",
     "group_by_modality": "all rows are text",
-    "max_prompt_len": "rows that do not fit within sequence_len are dropped as a whole",
+    "max_prompt_len": "sequence_len limits the whole row",
     # Processes, memory and logs
     "ddp_bucket_cap_mb ddp_broadcast_buffers": "PyTorch's default is used; models have no buffers that change",
     "lr_quadratic_warmup": "the warmup of transformers' schedules is linear",
